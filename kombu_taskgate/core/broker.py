@@ -1,0 +1,250 @@
+"""The broker contract. These docstrings are the specification; the contract suite tests them.
+
+Two implementations: :class:`~kombu_taskgate.core.memory.MemoryBroker`, the reference, and
+:class:`~kombu_taskgate.core.sql.SqlBroker` for every SQL dialect.
+
+Every method may be called from any thread. Every method may raise ``StoreUnavailable`` when the database
+can't be reached; nothing was changed then, unless its message says that the outcome is unknown.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from .model import (
+    Claim,
+    FailKind,
+    Filter,
+    HeartbeatResult,
+    Lease,
+    NewTask,
+    Reason,
+    Renewal,
+    Reservation,
+    Session,
+    State,
+    StateChange,
+    Task,
+)
+from .topology import Topology
+
+Notify = Callable[[StateChange], None]
+
+
+class Broker(Protocol):
+    """A lease/heartbeat/reap broker."""
+
+    #: Queues, exchanges and bindings that all processes share.
+    topology: Topology
+
+    # -- publishing ---------------------------------------------------------------------------------
+
+    def enqueue(self, task: NewTask) -> int:
+        """Store one execution in one transaction and return its id (increasing, never used again).
+
+        The first state comes from the parents: ``blocked`` while any has not ended, ``canceled`` at once
+        when one has failed or was canceled and ``fail_fast`` is set (its own fail-fast children can't exist
+        yet), else ``pending``. A future ``run_at`` or ``delay`` waits.
+
+        Raises:
+            TaskNotFound: a parent does not exist. Nothing is stored.
+            TaskExists: the business key has an execution, final ones included. Nothing is stored.
+            PayloadTooLarge, ConfigError: the payload or a name is out of bounds. Nothing is stored.
+        """
+
+    def enqueue_many(self, tasks: Sequence[NewTask]) -> list[int]:
+        """Store all of them in one transaction, or none; ids in the order given. Raises as ``enqueue``."""
+
+    # -- claiming -----------------------------------------------------------------------------------
+
+    def dequeue(
+        self,
+        queues: Sequence[str],
+        limit: int = 1,
+        timeout: float | None = 0.0,
+        *,
+        owner: str = "",
+        session: Session | None = None,
+        stop: threading.Event | None = None,
+    ) -> list[Claim]:
+        """Claim up to ``limit`` ready executions, each by one caller only.
+
+        Waits until something is ready, ``timeout`` seconds have passed (``None``: for ever, 0: do not wait)
+        or ``stop`` is set; then returns what there is, possibly nothing. Order: priority (high first), then
+        ``run_at``, then id; several queues share the limit fairly, and no queue starves another.
+        Each claim gets a new lease token, a lease of the queue's lease_ttl, and one more delivery. Claimed
+        under a ``session``, the lease also lives while the session is renewed.
+        Expired executions met on the way become ``canceled`` (reason ``expired``); those already delivered
+        ``max_deliveries`` times become ``failed`` (reason ``max_deliveries``).
+
+        Raises:
+            ConfigError: no queues, or limit < 1.
+        """
+
+    def ack_and_dequeue(
+        self,
+        leases: Sequence[Lease],
+        queues: Sequence[str],
+        limit: int,
+        *,
+        owner: str = "",
+        session: Session | None = None,
+    ) -> tuple[list[Lease], list[Claim]]:
+        """``ack_many(leases)`` and a ``dequeue`` that does not wait, in one transaction where there is one.
+
+        Returns the refused leases and the claims. ``limit`` 0 or no queues: acks only.
+        """
+
+    # -- settling -----------------------------------------------------------------------------------
+
+    def ack(self, lease: Lease, result: bytes | None = None) -> None:
+        """Settle as ``completed`` and wake children in the same transaction.
+
+        The row is deleted unless ``keep_completed`` is set, or it has a business key (kept so that the key
+        stays known). Each child's pending_parents falls by one; at zero it becomes ``pending``.
+
+        Raises:
+            LeaseLost: the token is not current. Nothing is changed.
+        """
+
+    def ack_many(self, leases: Sequence[Lease]) -> list[Lease]:
+        """Ack all in one transaction; return those refused because their token is not current."""
+
+    def fail(
+        self,
+        lease: Lease,
+        kind: FailKind = FailKind.BUSINESS,
+        *,
+        retry_at: int | None = None,
+        delay: float | None = None,
+        reason: Reason | None = None,
+        detail: str | None = None,
+    ) -> State:
+        """Give back as not done; returns the new state (``retrying`` or ``failed``).
+
+        Business: attempts+1; more than ``max_retry`` → ``failed``, else ``retrying`` at ``retry_at`` (ms) or
+        after ``delay`` (s). Throttled: throttled+1, attempts untouched; at ``throttled_max`` → ``failed``.
+        Skip: ``failed``. Entering ``failed`` cancels fail-fast children, chain-wise; the others see a parent
+        that has ended. ``reason`` defaults to the kind's (skip: rejected). What would be ``retrying`` but is
+        canceled-marked becomes ``canceled``.
+
+        Raises:
+            LeaseLost: the token is not current.
+        """
+
+    def requeue(self, lease: Lease, *, delivered: bool = True) -> None:
+        """Back to ``pending``; no counter moves and ``run_at`` stays. Canceled-marked: ``canceled`` instead.
+
+        ``delivered=False`` says that nobody has seen the message: the claim's delivery is taken back too.
+
+        Raises:
+            LeaseLost: the token is not current.
+        """
+
+    def requeue_many(self, leases: Sequence[Lease], *, delivered: bool = True) -> list[Lease]:
+        """Requeue all in one transaction; return those refused because their token is not current."""
+
+    def finish_canceled(self, lease: Lease) -> None:
+        """Settle a running execution as ``canceled`` (reason ``canceled``) and propagate as ``cancel`` does.
+
+        Raises:
+            LeaseLost: the token is not current.
+        """
+
+    # -- leases -------------------------------------------------------------------------------------
+
+    def heartbeat(self, lease: Lease) -> int:
+        """Extend one lease by its queue's lease_ttl from now; returns the new ``lease_until`` (ms).
+
+        Raises:
+            LeaseLost: the token is not current.
+            TaskCanceled: cancel was asked for; the lease is renewed all the same.
+        """
+
+    def heartbeat_many(self, leases: Sequence[Lease]) -> HeartbeatResult:
+        """Extend all of them in one statement."""
+
+    def open_session(self, owner: str, ttl: float) -> Session:
+        """Register a holder of leases that lives ``ttl`` seconds at a time."""
+
+    def renew_session(self, session: Session) -> Renewal:
+        """Extend the session by its ttl from now (also after it ran out) and tell which leases it holds."""
+
+    def close_session(self, session: Session) -> int:
+        """End the session; what it still holds is requeued (as delivered). Returns how many. Idempotent."""
+
+    def reap_expired(self) -> int:
+        """Take back leases that have run out; returns how many.
+
+        A lease has run out when its ``lease_until`` has passed and, if it was claimed under a session, the
+        session's end has passed too (at ``lease_until`` exactly it is still valid). Canceled-marked →
+        ``canceled``; else lease_lost+1 → ``failed`` (reason ``lease_lost``) at ``lease_lost_max``, or
+        ``pending``. Also wakes or cancels blocked executions whose parents have all ended.
+        """
+
+    def prune(self, limit: int = 1000) -> int:
+        """Delete at most ``limit`` final executions past their keeping time, and what only they needed."""
+
+    # -- control ------------------------------------------------------------------------------------
+
+    def cancel(self, id: int) -> State:
+        """Cancel; returns the state it has now.
+
+        A waiting execution becomes ``canceled`` and its fail-fast children with it, chain-wise. A running
+        one is marked: its next heartbeat reports TaskCanceled.
+
+        Raises:
+            TaskNotFound: no such id.
+            AlreadyFinal: it has ended.
+        """
+
+    def replay(self, id: int, *, payload: bytes | None = None, allow_completed: bool = False) -> int:
+        """Copy a final execution, the newest of its chain, to a new ``pending`` one; returns the new id.
+
+        ``replay_of`` is set, counters are zero, the payload is kept or replaced; the old row is untouched.
+
+        Raises:
+            TaskNotFound, ReplayNotFinal, AlreadyReplayed: as named; a chain never forks, also under a race.
+            CompletedNotAllowed: it completed and ``allow_completed`` is not set.
+        """
+
+    def purge(self, queue: str) -> int:
+        """Remove everything that waits in the queue (ready, delayed, blocked); returns how many."""
+
+    # -- asking -------------------------------------------------------------------------------------
+
+    def get(self, id: int) -> Task:
+        """One execution. Raises TaskNotFound."""
+
+    def list(self, filter: Filter | None = None) -> list[Task]:
+        """Filter, then sort by (created_at, id), then offset, then limit."""
+
+    def queue_len(self, queue: str) -> int:
+        """How many are ``pending`` or ``retrying`` in the queue, delayed ones included."""
+
+    def queue_lens(self, queues: Iterable[str]) -> Mapping[str, int]:
+        """``queue_len`` of several queues at once; 0 for those with nothing."""
+
+    def counts(self) -> dict[tuple[str, State], int]:
+        """How many executions per (type, state); only pairs that have any."""
+
+    # -- quotas -------------------------------------------------------------------------------------
+
+    def queue_quota(self, key: str, limit: int, window: float, n: int = 1) -> Reservation | None:
+        """Reserve ``n`` starts of the ``limit`` that a window of ``window`` seconds allows, or ``None``.
+
+        Windows are aligned to the epoch on the database's clock. A failure always admits less, never more.
+        """
+
+    def release_quota(self, reservation: Reservation) -> bool:
+        """Give a reservation back to its own window; ``False`` when that window has passed."""
+
+    # -- life ---------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Wake this process's waiting ``dequeue`` calls, so that they look again."""
+
+    def close(self) -> None:
+        """Release every connection. Idempotent."""

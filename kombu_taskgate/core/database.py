@@ -1,0 +1,282 @@
+"""The only way to the database: connections, transactions, retries, and what an error means.
+
+Connections are in autocommit mode; a transaction is begun by name. A broken transaction is run again as a
+whole, so what runs in one must have no other effects. After a fork the child forgets the parent's
+connections without closing them (the parent still uses those sockets) and opens its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy.engine.default import DefaultDialect
+from sqlalchemy.pool import QueuePool
+
+from .dialects.base import Dialect, Verdict
+from .errors import ConfigError, StoreUnavailable
+from .settings import BrokerSettings
+
+logger = logging.getLogger("kombu_taskgate.database")
+T = TypeVar("T")
+
+#: How often a transaction is run again after a deadlock or a taken unique key.
+MAX_AGAIN = 50
+#: Engines inherited over a fork, kept so that nothing closes the connections the parent uses.
+_inherited: list[sa.Engine] = []
+_databases: weakref.WeakSet[Database] = weakref.WeakSet()
+
+
+class InjectedDeadlock(Exception):
+    """Raised by a test's fault hook: treated as the database's word that it broke a deadlock."""
+
+
+class InjectedDisconnect(Exception):
+    """Raised by a test's fault hook: treated as a connection that was cut."""
+
+
+class _CommitUnknownError(Exception):
+    """The connection was lost in COMMIT: nobody here knows whether it took effect."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.result = result
+
+
+class Database:
+    """One database, as one process uses it.
+
+    Args:
+        settings: pool sizes and time limits.
+        dialect: what kind of database it is.
+        url: SQLAlchemy URL with a driver.
+    """
+
+    def __init__(self, settings: BrokerSettings, dialect: Dialect, url: sa.URL) -> None:
+        self.settings = settings
+        self.dialect = dialect
+        self.url = url
+        #: Test hook, called with "before_commit" and "after_commit" around each commit.
+        self.fault: Callable[[str], None] | None = None
+        self._reset()
+        _databases.add(self)
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._engines: dict[bool, sa.Engine] = {}
+
+    def abandon(self) -> None:
+        """In a forked child: forget the parent's connections without touching them."""
+        _inherited.extend(self._engines.values())
+        self._reset()
+
+    @property
+    def shown(self) -> str:
+        """The URL without its password, for messages."""
+        return self.url.render_as_string(hide_password=True)
+
+    @property
+    def engine(self) -> sa.Engine:
+        """The engine of ordinary work: at most ``pool_size`` connections."""
+        return self._engine(reserved=False)
+
+    def _engine(self, *, reserved: bool) -> sa.Engine:
+        engine = self._engines.get(reserved)
+        if engine is None:
+            with self._lock:
+                engine = self._engines.get(reserved)
+                if engine is None:
+                    engine = self._engines[reserved] = self._create(1 if reserved else self.settings.pool_size)
+        return engine
+
+    def _create(self, size: int) -> sa.Engine:
+        options = self.dialect.engine_options(self.url, self.settings)
+        if "skip_autocommit_rollback" in inspect.signature(DefaultDialect.__init__).parameters:  # SQLAlchemy 2.0.43
+            options["skip_autocommit_rollback"] = True
+        engine = sa.create_engine(
+            self.url,
+            isolation_level="AUTOCOMMIT",
+            poolclass=QueuePool,
+            # A burst opens connections up to pool_size; only half of them are kept when idle.
+            pool_size=max(1, size // 2),
+            max_overflow=size - max(1, size // 2),
+            pool_timeout=self.settings.pool_timeout,
+            # Every transaction here ends by name; a ROLLBACK at each return would cost a round trip.
+            pool_reset_on_return=None,
+            pool_use_lifo=True,
+            hide_parameters=True,  # payloads are nobody's business in logs
+            **options,
+        )
+
+        @sa.event.listens_for(engine, "connect")
+        def prepare(connection: Any, record: object) -> None:
+            self.dialect.on_connect(connection, self.settings)
+
+        return engine
+
+    def dispose(self) -> None:
+        """Close the idle connections; the next use opens new ones."""
+        for engine in list(self._engines.values()):
+            engine.dispose()
+
+    # -- running -----------------------------------------------------------------------------------
+
+    def read(self, work: Callable[[sa.Connection], T]) -> T:
+        """Run one reading statement (or several that need not agree) outside a transaction."""
+        return self._repeat(lambda: self._once(work, begin=None, reserved=False), None)
+
+    def transaction(
+        self,
+        work: Callable[[sa.Connection], T],
+        *,
+        confirm: Callable[[sa.Connection, T], bool] | None = None,
+        reserved: bool = False,
+    ) -> T:
+        """Run ``work`` in one transaction and return what it returns.
+
+        Args:
+            work: may run several times; must have no effect but through its connection.
+            confirm: asked, when the connection broke in COMMIT, whether the transaction took effect.
+            reserved: use the connection that is kept free for heartbeats.
+
+        Raises:
+            StoreUnavailable: the database can't be reached or refuses; says when the outcome is unknown.
+            ConfigError: it will never do this (rights, read-only file, wrong password, missing table).
+        """
+        return self._repeat(lambda: self._once(work, begin=self.dialect.begin, reserved=reserved), confirm)
+
+    def _repeat(self, attempt: Callable[[], T], confirm: Callable[[sa.Connection, T], bool] | None) -> T:
+        deadline = time.monotonic() + self.settings.busy_timeout
+        again = 0
+        reconnected = False
+        while True:
+            try:
+                return attempt()
+            except _CommitUnknownError as unknown:
+                if confirm is None:
+                    raise StoreUnavailable(
+                        f"the connection to {self.shown} broke while a transaction was committed; "
+                        "whether it took effect is unknown"
+                    ) from unknown.__cause__
+                if self._took_effect(unknown, confirm):
+                    return unknown.result  # type: ignore[no-any-return]  # a T, carried by the exception
+            except InjectedDeadlock:
+                again += 1
+            except sa.exc.TimeoutError as error:
+                raise StoreUnavailable(
+                    f"all {self.settings.pool_size} connections to {self.shown} stayed in use for "
+                    f"{self.settings.pool_timeout:g} s: raise pool_size"
+                ) from error
+            except (InjectedDisconnect, sa.exc.DBAPIError) as error:
+                verdict = self._verdict(error)
+                if verdict is Verdict.AGAIN and again < MAX_AGAIN:
+                    again += 1
+                    time.sleep(random.uniform(0, min(0.1, 0.002 * again)))
+                elif verdict is Verdict.BUSY and time.monotonic() < deadline:
+                    time.sleep(random.uniform(0.001, 0.05))
+                elif verdict is Verdict.GONE and not reconnected and _was_connected(error):
+                    # A pooled connection that the server has closed: nothing was committed, so use a new one.
+                    reconnected = True
+                else:
+                    raise self._translate(error, verdict) from error
+
+    def _took_effect(self, unknown: _CommitUnknownError, confirm: Callable[[sa.Connection, T], bool]) -> bool:
+        """Ask the database, with a few reconnects, whether the commit that broke took effect."""
+        pause = 0.05
+        for left in reversed(range(8)):
+            try:
+                return self._once(lambda conn: confirm(conn, unknown.result), begin=None, reserved=False)
+            except (InjectedDisconnect, sa.exc.DBAPIError, sa.exc.TimeoutError) as error:
+                if not left:
+                    raise StoreUnavailable(
+                        f"the connection to {self.shown} broke while a transaction was committed, and it can't be "
+                        "reached to see whether it took effect"
+                    ) from error
+                time.sleep(pause)
+                pause = min(1.0, pause * 2)
+        raise AssertionError("unreachable")
+
+    def _once(self, work: Callable[[sa.Connection], T], *, begin: str | None, reserved: bool) -> T:
+        result: T
+        with self._engine(reserved=reserved).connect() as conn:
+            if begin is None:
+                return work(conn)
+            committing = False
+            try:
+                conn.exec_driver_sql(begin)
+                result = work(conn)
+                self._hook("before_commit")
+                committing = True
+                conn.exec_driver_sql("COMMIT")
+                self._hook("after_commit")
+            except BaseException as error:
+                lost = isinstance(error, InjectedDisconnect) or (
+                    isinstance(error, sa.exc.DBAPIError) and self._verdict(error) is Verdict.GONE
+                )
+                self._roll_back(conn, lost=lost)
+                if committing and lost:
+                    raise _CommitUnknownError(result) from error
+                raise
+            return result
+
+    def _hook(self, point: str) -> None:
+        if self.fault is not None:
+            self.fault(point)
+
+    def _roll_back(self, conn: sa.Connection, *, lost: bool) -> None:
+        """End a broken transaction; a connection that can't even do that is thrown away."""
+        if not lost and not conn.invalidated:
+            with suppress(sa.exc.DBAPIError):
+                conn.exec_driver_sql("ROLLBACK")
+                return
+        with suppress(Exception):
+            conn.invalidate()
+
+    # -- errors ------------------------------------------------------------------------------------
+
+    def _verdict(self, error: BaseException) -> Verdict:
+        if isinstance(error, sa.exc.DBAPIError):
+            return self.dialect.classify(error)
+        return Verdict.GONE
+
+    def _translate(self, error: BaseException, verdict: Verdict) -> Exception:
+        said = " ".join(str(getattr(error, "orig", None) or error).split())
+        if verdict is Verdict.FATAL:
+            if isinstance(error, (sa.exc.DataError, sa.exc.IntegrityError)):
+                return ConfigError(f"the database {self.shown} refused a value: {said}")
+            return ConfigError(f"the database {self.shown} can't be used: {said}")
+        if verdict is Verdict.GONE:
+            return StoreUnavailable(f"the database {self.shown} is not available: {said}")
+        return StoreUnavailable(
+            f"the database {self.shown} stayed locked by others for {self.settings.busy_timeout:g} s: {said}"
+        )
+
+    @contextmanager
+    def translated(self) -> Iterator[None]:
+        """Turn driver errors of the block into this project's."""
+        try:
+            yield
+        except sa.exc.DBAPIError as error:
+            raise self._translate(error, self.dialect.classify(error)) from error
+
+
+def _was_connected(error: BaseException) -> bool:
+    """Whether a statement failed, and not the attempt to connect: that was not sent and is not retried here."""
+    return isinstance(error, InjectedDisconnect) or getattr(error, "statement", None) is not None
+
+
+def _abandon_all() -> None:
+    for database in list(_databases):
+        database.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_all)

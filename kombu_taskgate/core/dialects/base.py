@@ -1,0 +1,124 @@
+"""What one database must say about itself. Adding a database adds one file with a subclass of Dialect."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, ClassVar
+
+import sqlalchemy as sa
+from sqlalchemy.engine.interfaces import DBAPIConnection
+
+from ..errors import ConfigError
+from ..settings import BrokerSettings
+
+
+class Verdict(Enum):
+    """What a driver's error means for the transaction it broke."""
+
+    #: Deadlock, serialization failure, a unique key somebody else has just taken: run it again.
+    AGAIN = "again"
+    #: A lock was waited for in vain: run it again, with a pause, while busy_timeout lasts.
+    BUSY = "busy"
+    #: The connection or the server is gone, or it refuses to work just now.
+    GONE = "gone"
+    #: The database will never take this; a person has to change something.
+    FATAL = "fatal"
+
+
+class Dialect:
+    """One kind of database."""
+
+    #: URL names it serves.
+    backends: ClassVar[tuple[str, ...]]
+    #: Drivers in order of preference: SQLAlchemy's name and the module to look for.
+    drivers: ClassVar[tuple[tuple[str, str], ...]]
+    #: What to install when none of the drivers is there.
+    install: ClassVar[str]
+    #: Statement that begins a transaction that is going to write. The pool's connections are in autocommit
+    #: mode, so that a single statement costs one round trip.
+    begin: ClassVar[str] = "BEGIN"
+    #: Whether SELECT … FOR UPDATE SKIP LOCKED means something; otherwise ``begin`` must exclude writers.
+    skip_locked: ClassVar[bool] = True
+    #: Words before a statement that make the database show its plan.
+    explain_words: ClassVar[str] = "EXPLAIN"
+    #: Types of a growing id, of bytes and of text without a practical limit.
+    id_type: ClassVar[sa.types.TypeEngine[int]] = sa.BigInteger()
+    blob_type: ClassVar[sa.types.TypeEngine[bytes]] = sa.LargeBinary()
+    text_type: ClassVar[sa.types.TypeEngine[str]] = sa.Text()
+    #: Table options without which the id of a deleted row could be given again.
+    never_reuse_ids: ClassVar[Mapping[str, Any]] = {}
+
+    def choose_driver(self, url: sa.URL) -> sa.URL:
+        """Return the URL with a driver in it.
+
+        Raises:
+            ConfigError: no driver, or not the one the URL names, is installed.
+        """
+        backend, _, named = url.drivername.partition("+")
+        for driver, module in self.drivers:
+            if named in ("", driver) and importlib.util.find_spec(module) is not None:
+                return url.set(drivername=f"{backend}+{driver}")
+        known = [driver for driver, _ in self.drivers]
+        if named and named not in known:
+            raise ConfigError(f"{backend} driver {named!r} is not supported: use one of {', '.join(known)}")
+        missing = f"driver {named!r} is" if named else f"a driver ({' or '.join(known)}) is"
+        raise ConfigError(f"{missing} not installed for {backend}: {self.install}")
+
+    def engine_options(self, url: sa.URL, settings: BrokerSettings) -> dict[str, Any]:
+        """Keyword arguments for ``create_engine``, ``connect_args`` among them."""
+        raise NotImplementedError
+
+    def on_connect(self, connection: DBAPIConnection, settings: BrokerSettings) -> None:
+        """Prepare a fresh driver connection."""
+
+    def check_url(self, url: sa.URL) -> None:
+        """Raise ConfigError for a URL that can't be right."""
+
+    def check_server(self, conn: sa.Connection, settings: BrokerSettings) -> None:
+        """Raise ConfigError when the server is too old or can't be written to."""
+
+    def max_payload(self, conn: sa.Connection) -> int | None:
+        """Largest value in bytes that one statement can carry; ``None`` when the server sets no limit."""
+        return None
+
+    def server_now(self) -> sa.ColumnElement[int]:
+        """The server's time at the statement (not the transaction), in milliseconds since the epoch."""
+        raise NotImplementedError
+
+    def partial_index(self, where: str) -> Mapping[str, Any]:
+        """Keyword arguments that make an ``Index`` hold only some rows; none where that does not exist."""
+        return {}
+
+    def classify(self, error: sa.exc.DBAPIError) -> Verdict:
+        """What the error means."""
+        raise NotImplementedError
+
+    def insert_or_ignore(self, table: sa.Table) -> sa.Insert:
+        """An INSERT that does nothing when the primary key exists."""
+        raise NotImplementedError
+
+    @contextmanager
+    def schema_lock(self, conn: sa.Connection, name: str) -> Iterator[None]:
+        """Exclude every other process that creates or migrates tables. Entered inside a transaction."""
+        raise NotImplementedError
+        yield
+
+    def table_options(self, conn: sa.Connection) -> Mapping[str, Any]:
+        """Keyword arguments for every ``Table``."""
+        return {}
+
+    def explain(self, conn: sa.Connection, statement: sa.Executable, parameters: Mapping[str, Any]) -> str:
+        """The plan of a statement, as text."""
+        compiled = statement.compile(  # type: ignore[attr-defined]  # Executable does not declare it
+            conn, compile_kwargs={"render_postcompile": True}
+        )
+        rows = conn.exec_driver_sql(f"{self.explain_words} {compiled}", _positional(compiled, parameters))
+        return "\n".join(" ".join(str(value) for value in row) for row in rows)
+
+
+def _positional(compiled: Any, parameters: Mapping[str, Any]) -> Any:
+    values = compiled.construct_params(parameters)
+    return tuple(values[name] for name in compiled.positiontup) if compiled.positional else values

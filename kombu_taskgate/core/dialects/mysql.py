@@ -1,0 +1,105 @@
+"""MySQL and MariaDB."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects.mysql import LONGBLOB, LONGTEXT, insert
+from sqlalchemy.engine.interfaces import DBAPIConnection
+
+from ..errors import ConfigError
+from ..settings import BrokerSettings
+from .base import Dialect, Verdict
+
+#: SKIP LOCKED came with these.
+OLDEST_MYSQL = (8, 0, 1)
+OLDEST_MARIADB = (10, 6, 0)
+
+#: Error numbers (MySQL manual, server error reference): deadlock, duplicate key; MariaDB: record changed.
+_AGAIN = {1213, 1062, 1020}
+#: lock wait timeout, NOWAIT lock.
+_BUSY = {1205, 3572}
+#: can't connect, gone away, lost connection, too many connections, shutdown, killed, read-only (--read-only,
+#: --super-read-only, a replica), disk full, interrupted.
+_GONE = {2002, 2003, 2006, 2013, 2055, 1040, 1203, 1053, 1927, 1290, 1792, 1836, 1021, 1028, 1041, 1317, 4031, 0}
+
+
+class MySQL(Dialect):
+    """READ COMMITTED: under REPEATABLE READ a claim would lock gaps and see old rows."""
+
+    backends = ("mysql", "mariadb")
+    drivers = (("pymysql", "pymysql"), ("mysqldb", "MySQLdb"), ("mariadbconnector", "mariadb"))
+    install = "pip install 'celery-taskgate[mysql]'"
+    begin = "START TRANSACTION"
+    blob_type = LONGBLOB()
+    text_type = LONGTEXT()
+
+    def engine_options(self, url: sa.URL, settings: BrokerSettings) -> dict[str, Any]:
+        arguments: dict[str, Any] = {}
+        if url.drivername.endswith(("+pymysql", "+mysqldb")):
+            arguments = {"connect_timeout": max(1, round(settings.connect_timeout)), "charset": "utf8mb4"}
+        return {"connect_args": {name: value for name, value in arguments.items() if name not in url.query}}
+
+    def on_connect(self, connection: DBAPIConnection, settings: BrokerSettings) -> None:
+        cursor = connection.cursor()
+        try:
+            cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
+            # Strict: a value that does not fit is an error, never cut.
+            cursor.execute("SET SESSION sql_mode = CONCAT(@@sql_mode, ',STRICT_ALL_TABLES')")
+        finally:
+            cursor.close()
+
+    def check_server(self, conn: sa.Connection, settings: BrokerSettings) -> None:
+        found = conn.dialect.server_version_info or ()
+        maria = bool(getattr(conn.dialect, "is_mariadb", False))
+        name, oldest = ("MariaDB", OLDEST_MARIADB) if maria else ("MySQL", OLDEST_MYSQL)
+        if tuple(part for part in found if isinstance(part, int))[:3] < oldest:
+            have, need = (".".join(map(str, version)) for version in (found, oldest))
+            raise ConfigError(f"{name} {have} is too old: taskgate needs {name} {need} or newer (SKIP LOCKED)")
+
+    def max_payload(self, conn: sa.Connection) -> int | None:
+        # The rest of the statement has to fit as well.
+        return int(conn.exec_driver_sql("SELECT @@max_allowed_packet").scalar_one()) - 64 * 1024
+
+    def server_now(self) -> sa.ColumnElement[int]:
+        # UTC throughout: no session time zone, no hour that comes twice.
+        return sa.literal_column(
+            "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(3)) DIV 1000", sa.BigInteger
+        )
+
+    def classify(self, error: sa.exc.DBAPIError) -> Verdict:
+        arguments = getattr(error.orig, "args", ())
+        number = arguments[0] if arguments and isinstance(arguments[0], int) else None
+        if number in _AGAIN:
+            return Verdict.AGAIN
+        if number in _BUSY:
+            return Verdict.BUSY
+        if number in _GONE or error.connection_invalidated or isinstance(error, sa.exc.InterfaceError):
+            return Verdict.GONE
+        return Verdict.FATAL
+
+    def insert_or_ignore(self, table: sa.Table) -> sa.Insert:
+        # Not INSERT IGNORE, which also turns other errors into warnings.
+        key = next(iter(table.primary_key.columns))
+        return insert(table).on_duplicate_key_update({key.name: key})
+
+    @contextmanager
+    def schema_lock(self, conn: sa.Connection, name: str) -> Iterator[None]:
+        # DDL commits by itself here, so the lock must outlive transactions: one of the session.
+        lock = "taskgate-" + hashlib.sha256(name.encode()).hexdigest()[:40]
+        if conn.execute(sa.select(sa.func.get_lock(lock, 60))).scalar() != 1:
+            raise ConfigError("another process has been creating the taskgate tables for 60 seconds: look at it")
+        try:
+            yield
+        finally:
+            conn.execute(sa.select(sa.func.release_lock(lock)))
+
+    def table_options(self, conn: sa.Connection) -> Mapping[str, Any]:
+        # Binary collations that do not pad: names that differ in case or trailing blanks are different names.
+        collation = "utf8mb4_nopad_bin" if getattr(conn.dialect, "is_mariadb", False) else "utf8mb4_0900_bin"
+        options = {"engine": "InnoDB", "default_charset": "utf8mb4", "collate": collation, "row_format": "DYNAMIC"}
+        return {f"{name}_{key}": value for name in ("mysql", "mariadb") for key, value in options.items()}

@@ -1,0 +1,232 @@
+"""LeaseKeeper: keeps the leases of one process alive, from its own thread and over a reserved connection.
+
+A lease lives as long as its session is renewed. The keeper renews every third of the lease time: one row
+written per round, however many leases are held. What the round finds is compared with what this process
+believes it holds: what the database no longer knows is lost; what the database holds for us but nobody here
+knows (the answer to a claim got lost) is given back.
+
+The guarantee: ``may_claim`` turns false before any lease of this process can be taken by another. The
+guarantee it does not give: a process that is stopped for longer than the lease time does not notice until it
+runs again; the fencing token is what makes its late settles harmless.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+
+from .broker import Broker
+from .errors import TaskgateError
+from .model import Lease, Session
+
+logger = logging.getLogger("kombu_taskgate.lease")
+
+#: Part of the lease time after which a session that was not renewed is no longer trusted.
+TRUST = 0.8
+Leases = Callable[[list[Lease]], None]
+_keepers: weakref.WeakSet[LeaseKeeper] = weakref.WeakSet()
+
+
+class _Kept:
+    """One session and when it was last known to be alive (monotonic seconds, at the start of the attempt)."""
+
+    def __init__(self, session: Session, attempt: float) -> None:
+        self.session = session
+        self.renewed = attempt
+        self.next = attempt + session.ttl / 3
+        #: Leases that the last round found and nobody here knew: given back when seen twice.
+        self.strange: dict[int, int] = {}
+
+
+class LeaseKeeper:
+    """Renews the sessions under which a process claims.
+
+    Args:
+        broker: where.
+        owner: shown to operators as the holder, e.g. ``worker1@host``.
+        lease_ttl: lease time in seconds of queues without their own.
+        queue_lease_ttl: lease time in seconds of single queues, by name.
+        on_lost: called (in the keeper's thread) with leases that another may have taken.
+        on_canceled: called (in the keeper's thread), once each, with leases whose execution was canceled.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        owner: str,
+        lease_ttl: float,
+        queue_lease_ttl: Mapping[str, float] | None = None,
+        *,
+        on_lost: Leases | None = None,
+        on_canceled: Leases | None = None,
+    ) -> None:
+        self._broker = broker
+        self._owner = owner
+        self._default = lease_ttl
+        self._ttls = dict(queue_lease_ttl or {})
+        self._on_lost = on_lost
+        self._on_canceled = on_canceled
+        self._reset()
+        _keepers.add(self)
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._kept: dict[float, _Kept] = {}
+        self._held: dict[tuple[int, int], Lease] = {}
+        self._told: set[tuple[int, int]] = set()
+        self._failing = False
+
+    # -- what others call ----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Open the session of the usual lease time and start renewing. Idempotent.
+
+        Raises:
+            StoreUnavailable: the database does not answer.
+        """
+        with self._lock:
+            if self._thread is not None:
+                return
+            self._stopping = False
+            self._open(self._default)
+            self._thread = threading.Thread(target=self._run, name="taskgate-lease-keeper", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Stop renewing and close the sessions; what they still hold is requeued. Idempotent."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            self._stopping = True
+            self._wake.set()
+        if thread is None:
+            return
+        if thread is not threading.current_thread():
+            thread.join()
+        for kept in self._kept.values():
+            try:
+                self._broker.close_session(kept.session)
+            except TaskgateError as error:
+                logger.warning("leases of %s could not be given back; they end by themselves: %s", self._owner, error)
+        self._kept.clear()
+        self._held.clear()
+
+    def session_for(self, queue: str) -> Session:
+        """The session to claim under from a queue; queues of the same lease time share one."""
+        ttl = self._ttls.get(queue, self._default)
+        kept = self._kept.get(ttl)
+        if kept is None:
+            with self._lock:
+                kept = self._kept.get(ttl) or self._open(ttl)
+        return kept.session
+
+    def hold(self, leases: Iterable[Lease]) -> None:
+        """Note leases just claimed."""
+        with self._lock:
+            self._held.update(((lease.id, lease.token), lease) for lease in leases)
+
+    def drop(self, leases: Iterable[Lease]) -> None:
+        """Note leases just settled."""
+        with self._lock:
+            for lease in leases:
+                self._held.pop((lease.id, lease.token), None)
+                self._told.discard((lease.id, lease.token))
+
+    @property
+    def held(self) -> int:
+        """How many leases this process believes it holds."""
+        return len(self._held)
+
+    @property
+    def may_claim(self) -> bool:
+        """Whether every session was renewed recently enough for its leases to be safe."""
+        now = time.monotonic()
+        kept = list(self._kept.values())
+        return bool(kept) and all(now < one.renewed + one.session.ttl * TRUST for one in kept)
+
+    # -- the thread ----------------------------------------------------------------------------------
+
+    def _open(self, ttl: float) -> _Kept:
+        attempt = time.monotonic()
+        kept = _Kept(self._broker.open_session(self._owner, ttl), attempt)
+        self._kept = {**self._kept, ttl: kept}
+        return kept
+
+    def _run(self) -> None:
+        while not self._stopping:
+            pause = min(kept.next for kept in self._kept.values()) - time.monotonic()
+            if self._wake.wait(max(0.0, pause)):
+                self._wake.clear()
+                continue
+            for kept in self._kept.values():
+                if time.monotonic() >= kept.next and not self._stopping:
+                    self._round(kept)
+
+    def _round(self, kept: _Kept) -> None:
+        attempt = time.monotonic()
+        with self._lock:
+            mine = {key: lease for key, lease in self._held.items() if self._belongs(lease, kept)}
+        try:
+            found = self._broker.renew_session(kept.session)
+        except TaskgateError as error:
+            # Try again soon: there are two thirds of the lease time left for it.
+            kept.next = time.monotonic() + min(1.0, kept.session.ttl / 10)
+            if not self._failing:
+                self._failing = True
+                logger.warning("leases of %s can't be renewed now, will try again: %s", self._owner, error)
+            return
+        if self._failing:
+            self._failing = False
+            logger.info("leases of %s are renewed again", self._owner)
+        kept.renewed = attempt
+        kept.next = attempt + kept.session.ttl / 3
+        here = {(id, token) for id, token in found.held.items()}
+        self._report_lost([lease for key, lease in mine.items() if key not in here])
+        self._report_canceled([lease for key, lease in mine.items() if key in here and lease.id in found.canceled])
+        self._return_strange(kept, found.held)
+
+    def _belongs(self, lease: Lease, kept: _Kept) -> bool:
+        return self._ttls.get(getattr(lease, "queue", ""), self._default) == kept.session.ttl
+
+    def _report_lost(self, leases: list[Lease]) -> None:
+        with self._lock:
+            # What was settled while the round was under way is not lost.
+            gone = [lease for lease in leases if self._held.pop((lease.id, lease.token), None) is not None]
+        if gone and self._on_lost is not None:
+            self._on_lost(gone)
+
+    def _report_canceled(self, leases: list[Lease]) -> None:
+        new = [lease for lease in leases if (lease.id, lease.token) not in self._told]
+        self._told.update((lease.id, lease.token) for lease in new)
+        if new and self._on_canceled is not None:
+            self._on_canceled(new)
+
+    def _return_strange(self, kept: _Kept, held: Mapping[int, int]) -> None:
+        """Give back what the database holds for us and nobody here knows; a claim under way is not strange yet."""
+        with self._lock:
+            strange = {id: token for id, token in held.items() if (id, token) not in self._held}
+        again = [Lease(id, token, self._owner) for id, token in strange.items() if kept.strange.get(id) == token]
+        kept.strange = strange
+        if not again:
+            return
+        try:
+            self._broker.requeue_many(again, delivered=False)
+        except TaskgateError as error:
+            logger.warning("%d leases that nobody works on could not be given back yet: %s", len(again), error)
+        else:
+            logger.info("gave back %d leases whose claim this process never learned of", len(again))
+
+
+def _after_fork() -> None:
+    # The parent's thread does not exist here, and its leases are the parent's.
+    for keeper in list(_keepers):
+        keeper._reset()
+
+
+os.register_at_fork(after_in_child=_after_fork)

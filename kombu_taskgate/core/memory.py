@@ -1,0 +1,813 @@
+"""The broker in plain dictionaries: the reference that the SQL stores are compared with.
+
+One lock guards everything, so each method is one transaction. Everything lives as long as its
+:class:`MemoryStore`; brokers opened on one store see the same data.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from operator import attrgetter
+
+from .broker import Notify
+from .clock import Clock, to_ms
+from .errors import (
+    AlreadyFinal,
+    AlreadyReplayed,
+    CompletedNotAllowed,
+    ConfigError,
+    LeaseLost,
+    PayloadTooLarge,
+    ReplayNotFinal,
+    TaskCanceled,
+    TaskExists,
+    TaskNotFound,
+)
+from .model import (
+    FINAL,
+    NO_TOKEN,
+    WAITING,
+    Claim,
+    FailKind,
+    Filter,
+    HeartbeatResult,
+    Lease,
+    NewTask,
+    Reason,
+    Renewal,
+    Reservation,
+    Session,
+    State,
+    StateChange,
+    Task,
+)
+from .settings import BrokerSettings, check_name
+from .topology import Binding, Exchange, Queue
+
+logger = logging.getLogger(__name__)
+
+#: What a transaction did, in order; told to the callback when it is over.
+Changes = list[StateChange]
+Refused = list[Lease]
+
+_READY = frozenset({State.PENDING, State.RETRYING})
+_FAIL_REASONS = {
+    FailKind.BUSINESS: Reason.BUSINESS,
+    FailKind.THROTTLED: Reason.THROTTLED,
+    FailKind.SKIP: Reason.REJECTED,
+}
+_NAMES = ("type", "task_id", "root_id", "parent_task_id", "group_id")
+_REPLAYED = ("queue", *_NAMES, "priority", "key", "max_retry")
+#: Symmetric, because a store may keep the negative.
+_PRIORITIES = range(-(2**15) + 1, 2**15)
+
+
+@dataclass(slots=True)
+class _Row(Task):
+    """A task and what nobody outside may see of it."""
+
+    token: int = NO_TOKEN
+    session: int | None = None
+
+
+_TASK_FIELDS = tuple(field.name for field in fields(Task))
+_CLAIM_FIELDS = tuple(field.name for field in fields(Claim))
+
+
+class MemoryStore:
+    """The data of any number of brokers, and the lock that guards it."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        #: Grows with every change, so that a waiter sees one that came before it began to wait.
+        self.version = 0
+        self.last_id = 0
+        self.last_token = NO_TOKEN
+        self.last_session = 0
+        self.tasks: dict[int, _Row] = {}
+        #: Parent that has not ended -> its children.
+        self.children: dict[int, set[int]] = {}
+        #: Session -> when it ends (ms).
+        self.sessions: dict[int, int] = {}
+        #: (key, window in ms) -> (start of the newest window, starts used in it).
+        self.quotas: dict[tuple[str, int], tuple[int, int]] = {}
+        self.exchanges: dict[str, Exchange] = {}
+        self.queues: dict[str, Queue] = {}
+        self.touched: dict[str, int] = {}
+        self.bindings: dict[tuple[str, str, str, str], Binding] = {}
+        _stores.add(self)
+
+    def wake(self) -> None:
+        """Make every waiting dequeue look again; the caller holds the lock."""
+        self.version += 1
+        self.changed.notify_all()
+
+
+class _WallClock:
+    """This process's clock, which for memory is the store's."""
+
+    def now_ms(self) -> int:
+        return to_ms(time.time())
+
+
+class MemoryBroker:
+    """A :class:`~kombu_taskgate.core.broker.Broker` over a :class:`MemoryStore`.
+
+    Args:
+        settings: how it behaves; the URL and everything about connections is not used.
+        store: the data to share; ``None`` makes a new, empty one.
+        clock: read in place of ``time.time``.
+        notify: told each state change that this broker made, after it is done and outside the lock.
+    """
+
+    def __init__(
+        self,
+        settings: BrokerSettings,
+        *,
+        store: MemoryStore | None = None,
+        clock: Clock | None = None,
+        notify: Notify | None = None,
+    ) -> None:
+        self.settings = settings
+        self._store = MemoryStore() if store is None else store
+        self._clock = _WallClock() if clock is None else clock
+        self._notify = notify
+        self._closed = False
+        self._turn = 0
+        self.topology = MemoryTopology(self._store, self._clock)
+
+    # -- publishing ---------------------------------------------------------------------------------
+
+    def enqueue(self, task: NewTask) -> int:
+        return self.enqueue_many([task])[0]
+
+    def enqueue_many(self, tasks: Sequence[NewTask]) -> list[int]:
+        for task in tasks:
+            self._check_new(task)
+        with self._transaction() as changes:
+            seen: set[str] = set()
+            for task in tasks:
+                if task.key is not None:
+                    self._check_key(task.key, seen)
+                for parent in task.parents:
+                    self._row(parent)
+            now = self._now()
+            return [self._insert(task, now, changes) for task in tasks]
+
+    def _check_key(self, key: str, seen: set[str]) -> None:
+        newest = max((row for row in self._rows() if row.key == key), key=_by_id, default=None)
+        if newest is not None:
+            raise TaskExists(key, newest.id, newest.state)
+        if key in seen:  # of an earlier task of the same call, which is not stored either
+            raise TaskExists(key, self._store.last_id + 1, State.PENDING)
+        seen.add(key)
+
+    def _check_new(self, task: NewTask) -> None:
+        check_name(task.queue, "queue")
+        for name in (*_NAMES, "key"):
+            value = getattr(task, name)
+            if value is not None and (name, value) != ("type", ""):
+                check_name(value, name)
+        if task.run_at is not None and task.delay is not None:
+            raise ConfigError("run_at and delay exclude each other: give one of them")
+        if task.priority not in _PRIORITIES:
+            raise ConfigError(f"priority must be a 16-bit integer, not {task.priority!r}")
+        self._check_payload(task.payload)
+
+    def _check_payload(self, payload: bytes) -> None:
+        if len(payload) > self.settings.max_payload:
+            raise PayloadTooLarge(
+                f"the message is {len(payload)} bytes long, max_payload allows {self.settings.max_payload}"
+            )
+
+    def _insert(self, task: NewTask, now: int, changes: Changes) -> int:
+        parents = {parent: self._row(parent) for parent in task.parents}
+        waits_for = [parent.id for parent in parents.values() if parent.state not in FINAL]
+        doomed = task.fail_fast and any(p.state in {State.FAILED, State.CANCELED} for p in parents.values())
+        row = self._add(
+            changes,
+            State.CANCELED if doomed else State.BLOCKED if waits_for else State.PENDING,
+            queue=task.queue,
+            type=task.type,
+            payload=bytes(task.payload),
+            task_id=task.task_id,
+            root_id=task.root_id,
+            parent_task_id=task.parent_task_id,
+            group_id=task.group_id,
+            priority=task.priority,
+            run_at=task.run_at if task.run_at is not None else now + to_ms(task.delay or 0),
+            created_at=now,
+            expires_at=task.expires_at,
+            finished_at=now if doomed else None,
+            key=task.key,
+            fail_fast=task.fail_fast,
+            pending_parents=0 if doomed else len(waits_for),
+            max_retry=task.max_retry,
+            reason=Reason.PARENT.value if doomed else None,
+        )
+        if not doomed:
+            for parent_id in waits_for:
+                self._store.children.setdefault(parent_id, set()).add(row.id)
+        return row.id
+
+    def _add(self, changes: Changes, state: State, **values: object) -> _Row:
+        self._store.last_id += 1
+        row = _Row(id=self._store.last_id, state=state, **values)  # type: ignore[arg-type]  # names are Task's
+        self._store.tasks[row.id] = row
+        changes.append(StateChange(row.id, row.queue, None, state))
+        return row
+
+    # -- claiming -----------------------------------------------------------------------------------
+
+    def dequeue(
+        self,
+        queues: Sequence[str],
+        limit: int = 1,
+        timeout: float | None = 0.0,
+        *,
+        owner: str = "",
+        session: Session | None = None,
+        stop: threading.Event | None = None,
+    ) -> list[Claim]:
+        if not queues:
+            raise ConfigError("dequeue needs at least one queue")
+        if limit < 1:
+            raise ConfigError(f"dequeue limit must be at least 1, not {limit!r}")
+        give_up = None if timeout is None else time.monotonic() + timeout
+        while True:
+            with self._transaction() as changes:
+                seen = self._store.version
+                claims = self._claim(queues, limit, owner, session, changes)
+            left = self.settings.poll_max if give_up is None else give_up - time.monotonic()
+            if claims or left <= 0 or self._closed or (stop is not None and stop.is_set()):
+                return claims
+            # In slices: neither a stop event nor a clock that has moved on can wake a condition.
+            with self._store.changed:
+                if self._store.version == seen:
+                    self._store.changed.wait(min(left, self.settings.poll_max))
+
+    def ack_and_dequeue(
+        self,
+        leases: Sequence[Lease],
+        queues: Sequence[str],
+        limit: int,
+        *,
+        owner: str = "",
+        session: Session | None = None,
+    ) -> tuple[list[Lease], list[Claim]]:
+        with self._transaction() as changes:
+            refused = self._each(leases, lambda row: self._complete(row, None, changes))
+            claims = self._claim(queues, limit, owner, session, changes) if queues and limit > 0 else []
+            return refused, claims
+
+    def _claim(
+        self, queues: Sequence[str], limit: int, owner: str, session: Session | None, changes: Changes
+    ) -> list[Claim]:
+        """One from each queue in turn; who begins changes with each call, so that a limit of 1 is fair too."""
+        now = self._now()
+        names = list(dict.fromkeys(queues))
+        self._turn += 1
+        names = names[self._turn % len(names) :] + names[: self._turn % len(names)]
+        rows: list[_Row] = []
+        while names and len(rows) < limit:
+            for name in list(names):
+                row = self._next(name, now, changes)
+                if row is None:
+                    names.remove(name)
+                elif len(rows) < limit:
+                    self._lease(row, now, owner, session, changes)
+                    rows.append(row)
+        rows.sort(key=_claim_order)
+        return [Claim(**{name: getattr(row, name) for name in _CLAIM_FIELDS}) for row in rows]
+
+    def _next(self, queue: str, now: int, changes: Changes) -> _Row | None:
+        """The first ready row of a queue; ends those on the way that may not be claimed any more."""
+        while True:
+            ready = [r for r in self._rows() if r.queue == queue and r.state in _READY and r.run_at <= now]
+            row = min(ready, key=_claim_order, default=None)
+            if row is None:
+                return None
+            if _expired(row, now):
+                # More of the same kind are likely behind it.
+                for expired in [r for r in ready if _expired(r, now)]:
+                    self._end(expired, State.CANCELED, changes, Reason.EXPIRED)
+            elif row.deliveries >= self.settings.max_deliveries:
+                self._end(row, State.FAILED, changes, Reason.MAX_DELIVERIES)
+            else:
+                return row
+
+    def _lease(self, row: _Row, now: int, owner: str, session: Session | None, changes: Changes) -> None:
+        self._move(row, State.RUNNING, changes)
+        self._store.last_token += 1
+        row.token = self._store.last_token
+        row.owner = owner or (session.owner if session is not None else "")
+        row.session = None if session is None else session.id
+        row.lease_until = now + self._ttl(row)
+        row.deliveries += 1
+
+    # -- settling -----------------------------------------------------------------------------------
+
+    def ack(self, lease: Lease, result: bytes | None = None) -> None:
+        with self._transaction() as changes:
+            self._complete(self._held(lease), result, changes)
+
+    def ack_many(self, leases: Sequence[Lease]) -> list[Lease]:
+        with self._transaction() as changes:
+            return self._each(leases, lambda row: self._complete(row, None, changes))
+
+    def _complete(self, row: _Row, result: bytes | None, changes: Changes) -> None:
+        row.result = result
+        self._end(row, State.COMPLETED, changes)
+        if self.settings.keep_completed <= 0 and row.key is None:
+            del self._store.tasks[row.id]
+
+    def fail(
+        self,
+        lease: Lease,
+        kind: FailKind = FailKind.BUSINESS,
+        *,
+        retry_at: int | None = None,
+        delay: float | None = None,
+        reason: Reason | None = None,
+        detail: str | None = None,
+    ) -> State:
+        with self._transaction() as changes:
+            row = self._held(lease)
+            if kind is FailKind.BUSINESS:
+                row.attempts += 1
+                over = row.attempts > row.max_retry
+            elif kind is FailKind.THROTTLED:
+                row.throttled += 1
+                over = row.throttled >= self.settings.throttled_max
+            else:
+                over = True
+            if over:
+                self._end(row, State.FAILED, changes, reason or _FAIL_REASONS[kind], detail)
+            else:
+                row.run_at = retry_at if retry_at is not None else self._now() + to_ms(delay or 0)
+                self._move(row, State.RETRYING, changes)
+            return row.state
+
+    def requeue(self, lease: Lease, *, delivered: bool = True) -> None:
+        with self._transaction() as changes:
+            self._give_back(self._held(lease), delivered, changes)
+
+    def requeue_many(self, leases: Sequence[Lease], *, delivered: bool = True) -> list[Lease]:
+        with self._transaction() as changes:
+            return self._each(leases, lambda row: self._give_back(row, delivered, changes))
+
+    def _give_back(self, row: _Row, delivered: bool, changes: Changes) -> None:
+        if not delivered:
+            row.deliveries -= 1
+        self._move(row, State.PENDING, changes)
+
+    def finish_canceled(self, lease: Lease) -> None:
+        with self._transaction() as changes:
+            self._end(self._held(lease), State.CANCELED, changes, Reason.CANCELED)
+
+    # -- leases -------------------------------------------------------------------------------------
+
+    def heartbeat(self, lease: Lease) -> int:
+        with self._transaction():
+            row = self._held(lease)
+            row.lease_until = self._now() + self._ttl(row)
+            if row.cancel_requested:
+                raise TaskCanceled(f"execution {row.id} was canceled while it ran: finish it")
+            return row.lease_until
+
+    def heartbeat_many(self, leases: Sequence[Lease]) -> HeartbeatResult:
+        with self._transaction():
+            now = self._now()
+            found = HeartbeatResult()
+            for lease in leases:
+                row = self._current(lease)
+                if row is None:
+                    found.lost.append(lease)
+                    continue
+                row.lease_until = now + self._ttl(row)
+                if row.cancel_requested:
+                    found.canceled.append(lease)
+            return found
+
+    def open_session(self, owner: str, ttl: float) -> Session:
+        with self._transaction():
+            self._store.last_session += 1
+            session = Session(self._store.last_session, owner, ttl)
+            self._store.sessions[session.id] = self._now() + to_ms(ttl)
+            return session
+
+    def renew_session(self, session: Session) -> Renewal:
+        with self._transaction():
+            self._store.sessions[session.id] = self._now() + to_ms(session.ttl)
+            held = [row for row in self._rows() if row.session == session.id]
+            return Renewal({row.id: row.token for row in held}, {row.id for row in held if row.cancel_requested})
+
+    def close_session(self, session: Session) -> int:
+        with self._transaction() as changes:
+            self._store.sessions.pop(session.id, None)
+            held = [row for row in self._rows() if row.session == session.id]
+            for row in held:
+                self._give_back(row, True, changes)
+            return len(held)
+
+    def reap_expired(self) -> int:
+        with self._transaction() as changes:
+            now = self._now()
+            gone = [row for row in self._rows() if row.lease_until is not None and self._valid_until(row) < now]
+            for row in gone:
+                if row.cancel_requested:
+                    self._end(row, State.CANCELED, changes, Reason.CANCELED)
+                    continue
+                row.lease_lost += 1
+                if row.lease_lost >= self.settings.lease_lost_max:
+                    self._end(row, State.FAILED, changes, Reason.LEASE_LOST)
+                else:
+                    self._move(row, State.PENDING, changes)
+            return len(gone)
+
+    def _valid_until(self, row: _Row) -> int:
+        session_until = 0 if row.session is None else self._store.sessions.get(row.session, 0)
+        return max(row.lease_until or 0, session_until)
+
+    def prune(self, limit: int = 1000) -> int:
+        with self._transaction():
+            now = self._now()
+            old = [row for row in self._rows() if row.state in FINAL and self._kept_until(row) < now][:limit]
+            for row in old:
+                del self._store.tasks[row.id]
+            in_use = {row.session for row in self._rows()}
+            for session in [s for s, until in self._store.sessions.items() if until < now and s not in in_use]:
+                del self._store.sessions[session]
+            for key, window in [k for k, (start, _) in self._store.quotas.items() if start + k[1] <= now]:
+                del self._store.quotas[key, window]
+            return len(old)
+
+    def _kept_until(self, row: _Row) -> int:
+        short = row.state is State.COMPLETED and row.key is None
+        return (row.finished_at or 0) + to_ms(self.settings.keep_completed if short else self.settings.keep_failed)
+
+    # -- control ------------------------------------------------------------------------------------
+
+    def cancel(self, id: int) -> State:
+        with self._transaction() as changes:
+            row = self._row(id)
+            if row.state in FINAL:
+                raise AlreadyFinal(f"execution {id} has ended already: it is {row.state}")
+            if row.state is State.RUNNING:
+                row.cancel_requested = True
+            else:
+                self._end(row, State.CANCELED, changes, Reason.CANCELED)
+            return row.state
+
+    def replay(self, id: int, *, payload: bytes | None = None, allow_completed: bool = False) -> int:
+        if payload is not None:
+            self._check_payload(payload)
+        with self._transaction() as changes:
+            old = self._row(id)
+            if old.state not in FINAL:
+                raise ReplayNotFinal(f"execution {id} is {old.state}: only one that has ended can be replayed")
+            newer = next((row for row in self._rows() if row.replay_of == id), None)
+            if newer is not None:
+                raise AlreadyReplayed(f"execution {id} was replayed as {newer.id}: replay the newest of the chain")
+            if old.state is State.COMPLETED and not allow_completed:
+                raise CompletedNotAllowed(f"execution {id} has completed: allow its replay explicitly")
+            now = self._now()
+            return self._add(
+                changes,
+                State.PENDING,
+                **{name: getattr(old, name) for name in _REPLAYED},
+                payload=old.payload if payload is None else bytes(payload),
+                run_at=now,
+                created_at=now,
+                replay_of=id,
+            ).id
+
+    def purge(self, queue: str) -> int:
+        with self._transaction() as changes:
+            waiting = [row for row in self._rows() if row.queue == queue and row.state in WAITING]
+            needed = [row for row in waiting if self._blocked_children(row)]
+            for row in waiting:
+                if row not in needed:
+                    del self._store.tasks[row.id]
+            for row in needed:
+                if row.state not in FINAL:
+                    self._end(row, State.CANCELED, changes, Reason.CANCELED)
+            return len(waiting)
+
+    # -- asking -------------------------------------------------------------------------------------
+
+    def get(self, id: int) -> Task:
+        with self._transaction():
+            return _shown(self._row(id))
+
+    def list(self, filter: Filter | None = None) -> list[Task]:
+        wanted = filter or Filter()
+        with self._transaction():
+            rows = sorted((row for row in self._rows() if _matches(row, wanted)), key=attrgetter("created_at", "id"))
+            return [_shown(row) for row in rows[wanted.offset : wanted.offset + wanted.limit]]
+
+    def queue_len(self, queue: str) -> int:
+        return self.queue_lens([queue])[queue]
+
+    def queue_lens(self, queues: Iterable[str]) -> Mapping[str, int]:
+        with self._transaction():
+            found = dict.fromkeys(queues, 0)
+            for row in self._rows():
+                if row.state in _READY and row.queue in found:
+                    found[row.queue] += 1
+            return found
+
+    def counts(self) -> dict[tuple[str, State], int]:
+        with self._transaction():
+            found: dict[tuple[str, State], int] = {}
+            for row in self._rows():
+                found[row.type, row.state] = found.get((row.type, row.state), 0) + 1
+            return found
+
+    # -- quotas -------------------------------------------------------------------------------------
+
+    def queue_quota(self, key: str, limit: int, window: float, n: int = 1) -> Reservation | None:
+        check_name(key, "quota")
+        if to_ms(window) < 1 or n < 1:
+            raise ConfigError(f"a quota needs a window of at least 1 ms and n of at least 1, not {window!r} and {n!r}")
+        with self._transaction():
+            start, used = self._quota(key, window)
+            if used + n > limit:
+                return None
+            self._store.quotas[key, to_ms(window)] = (start, used + n)
+            return Reservation(key, window, start, n)
+
+    def release_quota(self, reservation: Reservation) -> bool:
+        with self._transaction():
+            start, used = self._quota(reservation.key, reservation.window)
+            if start != reservation.window_start:
+                return False
+            self._store.quotas[reservation.key, to_ms(reservation.window)] = (start, max(0, used - reservation.n))
+            return True
+
+    def _quota(self, key: str, window: float) -> tuple[int, int]:
+        """Start of the current window and what is used of it; time that went back opens no window anew."""
+        now = self._now()
+        current = now - now % to_ms(window)
+        start, used = self._store.quotas.get((key, to_ms(window)), (current, 0))
+        return (start, used) if start >= current else (current, 0)
+
+    # -- life ---------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        with self._store.changed:
+            self._store.wake()
+
+    def close(self) -> None:
+        self._closed = True
+        self.wake()
+
+    # -- what a transaction is made of ----------------------------------------------------------------
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Changes]:
+        """Hold the lock; afterwards wake those who wait and tell the callback. Checks come before changes."""
+        changes: Changes = []
+        with self._store.changed:
+            yield changes
+            if changes:
+                self._store.wake()
+        for change in changes:
+            self._tell(change)
+
+    def _tell(self, change: StateChange) -> None:
+        if self._notify is not None:
+            try:
+                self._notify(change)
+            except Exception:
+                logger.exception("the notify callback failed on %s", change)
+
+    def _now(self) -> int:
+        return self._clock.now_ms()
+
+    def _ttl(self, row: _Row) -> int:
+        return to_ms(self.settings.ttl_of(row.queue))
+
+    def _rows(self) -> Iterable[_Row]:
+        return self._store.tasks.values()
+
+    def _row(self, id: int) -> _Row:
+        row = self._store.tasks.get(id)
+        if row is None:
+            raise TaskNotFound(f"no execution has the id {id}: it never existed, or it was finished and removed")
+        return row
+
+    def _current(self, lease: Lease) -> _Row | None:
+        """The row that a lease may settle: its token is the newest, and nobody has settled it."""
+        row = self._store.tasks.get(lease.id)
+        return row if row is not None and lease.token != NO_TOKEN and row.token == lease.token else None
+
+    def _held(self, lease: Lease) -> _Row:
+        row = self._current(lease)
+        if row is None:
+            raise LeaseLost(f"the lease of execution {lease.id} is lost: another holds it, or it is settled")
+        return row
+
+    def _each(self, leases: Sequence[Lease], settle: Callable[[_Row], None]) -> Refused:
+        """Settle those that are held; the others are returned."""
+        refused: Refused = []
+        for lease in leases:
+            row = self._current(lease)
+            if row is None:
+                refused.append(lease)
+            else:
+                settle(row)
+        return refused
+
+    def _move(self, row: _Row, state: State, changes: Changes) -> None:
+        """Change the state; the lease, if there was one, ends."""
+        changes.append(StateChange(row.id, row.queue, row.state, state))
+        row.state = state
+        row.token = NO_TOKEN
+        row.session = row.lease_until = None
+        if state not in FINAL:
+            row.owner = None  # of one that has ended it is shown who held it last
+
+    def _end(
+        self,
+        row: _Row,
+        state: State,
+        changes: Changes,
+        reason: Reason | None = None,
+        detail: str | None = None,
+    ) -> None:
+        """Make it final and tell its children: they wake, or are canceled and tell theirs."""
+        now = self._now()
+        self._finish(row, state, now, changes, reason, detail)
+        ended = [row]
+        for parent in ended:
+            for child in self._blocked_children(parent):
+                if parent.state is State.COMPLETED or not child.fail_fast:
+                    child.pending_parents -= 1
+                    if child.pending_parents == 0:
+                        self._move(child, State.PENDING, changes)
+                else:
+                    self._finish(child, State.CANCELED, now, changes, Reason.PARENT)
+                    ended.append(child)
+            self._store.children.pop(parent.id, None)
+
+    def _finish(
+        self,
+        row: _Row,
+        state: State,
+        now: int,
+        changes: Changes,
+        reason: Reason | None,
+        detail: str | None = None,
+    ) -> None:
+        self._move(row, state, changes)
+        row.finished_at = now
+        row.pending_parents = 0
+        row.cancel_requested = False
+        row.reason = None if reason is None else reason.value
+        row.detail = detail
+
+    def _blocked_children(self, parent: _Row) -> Sequence[_Row]:
+        found = (self._store.tasks.get(child) for child in sorted(self._store.children.get(parent.id, ())))
+        return [child for child in found if child is not None and child.state is State.BLOCKED]
+
+
+class MemoryTopology:
+    """A :class:`~kombu_taskgate.core.topology.Topology` over a :class:`MemoryStore`."""
+
+    def __init__(self, store: MemoryStore, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+
+    def declare_exchange(self, exchange: Exchange) -> Exchange:
+        check_name(exchange.name, "exchange")
+        with self._store.changed:
+            return self._store.exchanges.setdefault(exchange.name, exchange)
+
+    def exchange(self, name: str) -> Exchange | None:
+        with self._store.changed:
+            return self._store.exchanges.get(name)
+
+    def exchanges(self) -> list[Exchange]:
+        with self._store.changed:
+            return sorted(self._store.exchanges.values(), key=attrgetter("name"))
+
+    def delete_exchange(self, name: str) -> None:
+        with self._store.changed:
+            self._store.exchanges.pop(name, None)
+            self._drop_bindings(lambda binding: binding.exchange == name)
+
+    def declare_queue(self, queue: Queue) -> Queue:
+        check_name(queue.name, "queue")
+        with self._store.changed:
+            self._store.touched[queue.name] = self._clock.now_ms()
+            return self._store.queues.setdefault(queue.name, queue)
+
+    def queue(self, name: str) -> Queue | None:
+        with self._store.changed:
+            return self._store.queues.get(name)
+
+    def queues(self) -> list[Queue]:
+        with self._store.changed:
+            return sorted(self._store.queues.values(), key=attrgetter("name"))
+
+    def delete_queue(self, name: str) -> None:
+        with self._store.changed:
+            self._store.queues.pop(name, None)
+            self._store.touched.pop(name, None)
+            self._drop_bindings(lambda binding: binding.queue == name)
+
+    def bind(self, binding: Binding) -> None:
+        with self._store.changed:
+            self._store.bindings.setdefault(_binding_key(binding), binding)
+
+    def unbind(self, binding: Binding) -> None:
+        with self._store.changed:
+            self._store.bindings.pop(_binding_key(binding), None)
+
+    def bindings(self, exchange: str | None = None) -> list[Binding]:
+        with self._store.changed:
+            return [b for b in self._store.bindings.values() if exchange is None or b.exchange == exchange]
+
+    def touch(self, names: Sequence[str]) -> None:
+        with self._store.changed:
+            now = self._clock.now_ms()
+            self._store.touched.update({name: now for name in names if name in self._store.queues})
+
+    def unused(self) -> list[str]:
+        with self._store.changed:
+            now = self._clock.now_ms()
+            return sorted(
+                queue.name
+                for queue in self._store.queues.values()
+                if queue.expires is not None and self._store.touched[queue.name] + to_ms(queue.expires) < now
+            )
+
+    def _drop_bindings(self, dropped: Callable[[Binding], bool]) -> None:
+        self._store.bindings = {key: b for key, b in self._store.bindings.items() if not dropped(b)}
+
+
+_by_id = attrgetter("id")
+
+
+def _claim_order(row: Task) -> tuple[int, int, int]:
+    return -row.priority, row.run_at, row.id
+
+
+def _expired(row: Task, now: int) -> bool:
+    return row.expires_at is not None and now >= row.expires_at
+
+
+def _shown(row: _Row) -> Task:
+    return Task(**{name: getattr(row, name) for name in _TASK_FIELDS})
+
+
+def _matches(row: Task, wanted: Filter) -> bool:
+    exact = ("queue", "type", "key", "task_id", "group_id")
+    return (wanted.states is None or row.state in wanted.states) and all(
+        getattr(wanted, name) in (None, getattr(row, name)) for name in exact
+    )
+
+
+def _binding_key(binding: Binding) -> tuple[str, str, str, str]:
+    arguments = json.dumps(dict(binding.arguments), sort_keys=True, default=str)
+    return binding.exchange, binding.queue, binding.routing_key, arguments
+
+
+# -- fork -------------------------------------------------------------------------------------------
+
+_stores: weakref.WeakSet[MemoryStore] = weakref.WeakSet()
+_frozen: list[MemoryStore] = []
+_forking = threading.Lock()
+
+
+def _before_fork() -> None:
+    # Held over the fork, so that the child's copy is not in the middle of somebody's transaction.
+    _forking.acquire()
+    _frozen.extend(_stores)
+    for store in _frozen:
+        store.changed.acquire()
+
+
+def _after_fork_in_parent() -> None:
+    while _frozen:
+        _frozen.pop().changed.release()
+    _forking.release()
+
+
+def _after_fork_in_child() -> None:
+    # Waiters on the old condition are threads of the parent.
+    while _frozen:
+        _frozen.pop().changed = threading.Condition()
+    _forking.release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -1,0 +1,99 @@
+"""Creating the tables and bringing old ones up to date, one numbered step at a time, under a lock.
+
+A step must do no harm when it is run twice: some databases commit DDL at once, so a process may have been
+killed inside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import sqlalchemy as sa
+
+from .database import Database
+from .errors import SchemaError
+from .schema import Tables
+
+Step = Callable[[sa.Connection, Tables], None]
+
+
+def _tasks_and_leases(conn: sa.Connection, tables: Tables) -> None:
+    for table in (tables.tasks, tables.deps, tables.sessions, tables.quotas):
+        table.create(conn, checkfirst=True)
+
+
+def _topology(conn: sa.Connection, tables: Tables) -> None:
+    for table in (tables.queues, tables.exchanges, tables.bindings):
+        table.create(conn, checkfirst=True)
+
+
+#: Step n brings version n-1 to version n.
+STEPS: tuple[Step, ...] = (_tasks_and_leases, _topology)
+SCHEMA_VERSION = len(STEPS)
+
+
+def current_version(conn: sa.Connection, tables: Tables) -> int:
+    """Version of the tables in the database; 0 when there are none."""
+    if not sa.inspect(conn).has_table(tables.version.name, schema=tables.version.schema):
+        return 0
+    found = conn.execute(sa.select(tables.version.c.version)).scalar()
+    return 0 if found is None else found
+
+
+def check(database: Database, tables: Tables) -> None:
+    """Compare the tables with this code; create or migrate them when settings allow it.
+
+    Raises:
+        SchemaError: the tables are newer than this code, or are missing or old and may not be changed.
+    """
+    found = database.read(lambda conn: current_version(conn, tables))
+    if found == SCHEMA_VERSION:
+        return
+    _refuse_newer(found, database)
+    if not database.settings.create_tables:
+        have = f"version {found}" if found else "no tables yet"
+        raise SchemaError(
+            f"the database {database.shown} has {have}, this taskgate needs version {SCHEMA_VERSION} of its tables, "
+            "and create_tables is off: let somebody with the rights run the upgrade, or switch create_tables on once"
+        )
+    upgrade(database, tables)
+
+
+def upgrade(database: Database, tables: Tables, to: int | None = None) -> int:
+    """Run the missing steps up to version ``to`` (default: newest); returns the version reached.
+
+    Raises:
+        SchemaError: the tables are newer than this code.
+    """
+    target = SCHEMA_VERSION if to is None else to
+
+    def work(conn: sa.Connection) -> int:
+        with database.dialect.schema_lock(conn, f"{tables.metadata.schema or ''}.{tables.prefix}"):
+            tables.version.create(conn, checkfirst=True)
+            found = current_version(conn, tables)
+            _refuse_newer(found, database)
+            for number in range(found + 1, target + 1):
+                STEPS[number - 1](conn, tables)
+                conn.execute(sa.delete(tables.version))
+                conn.execute(sa.insert(tables.version).values(id=1, version=number))
+            return max(found, target)
+
+    return database.transaction(work)
+
+
+def drop(database: Database, tables: Tables) -> None:
+    """Drop all of taskgate's tables with this prefix, with everything in them."""
+
+    def work(conn: sa.Connection) -> None:
+        with database.dialect.schema_lock(conn, f"{tables.metadata.schema or ''}.{tables.prefix}"):
+            tables.metadata.drop_all(conn)
+
+    database.transaction(work)
+
+
+def _refuse_newer(found: int, database: Database) -> None:
+    if found > SCHEMA_VERSION:
+        raise SchemaError(
+            f"the tables in {database.shown} are version {found}, newer than this taskgate, which knows "
+            f"{SCHEMA_VERSION}: install the newer celery-taskgate here too"
+        )

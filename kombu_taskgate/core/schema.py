@@ -1,0 +1,185 @@
+"""The tables. ``Tables`` builds them for one prefix and schema; migrations.py creates them step by step.
+
+Instants are BIGINT milliseconds since the epoch (UTC), by the database's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sqlalchemy as sa
+
+from .dialects.base import Dialect
+from .model import MAX_NAME
+
+#: Column ``lane``: which index entry a row has. Only LANE_READY rows are in the claim index, so that a claim
+#: never walks over rows that can't be claimed; what is delayed is promoted when it is due.
+LANE_NONE = 0
+LANE_READY = 1
+LANE_DELAYED = 2
+LANE_BLOCKED = 3
+
+def _name(key: str, **options: Any) -> sa.Column[str]:
+    return sa.Column(key, sa.String(MAX_NAME), **options)
+
+
+def _count(key: str, default: int = 0) -> sa.Column[int]:
+    return sa.Column(key, sa.Integer, nullable=False, server_default=str(default))
+
+
+class Tables:
+    """All tables of one installation.
+
+    Args:
+        prefix: put before every table and index name.
+        schema: database schema, or ``None`` for the default one.
+        dialect: its types and kinds of index.
+        options: keyword arguments for every ``Table`` (the dialect's ``table_options``).
+    """
+
+    def __init__(self, prefix: str, schema: str | None, dialect: Dialect, options: Mapping[str, Any]) -> None:
+        self.prefix = prefix
+        self._dialect = dialect
+        self.metadata = sa.MetaData(schema=schema)
+        self._options = dict(options)
+        self.version = self._version()
+        self.tasks = self._tasks()
+        self.deps = self._deps()
+        self.sessions = self._sessions()
+        self.quotas = self._quotas()
+        self.queues = self._queues()
+        self.exchanges = self._exchanges()
+        self.bindings = self._bindings()
+
+    def _table(self, name: str, *parts: sa.Column[Any] | sa.Index, **options: Any) -> sa.Table:
+        return sa.Table(self.prefix + name, self.metadata, *parts, **self._options, **options)
+
+    def _index(self, name: str, *columns: str, unique: bool = False, where: str | None = None) -> sa.Index:
+        partial = {} if where is None else self._dialect.partial_index(where)
+        return sa.Index(f"{self.prefix}{name}", *columns, unique=unique, **partial)
+
+    def _version(self) -> sa.Table:
+        return self._table(
+            "schema",
+            sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),
+            sa.Column("version", sa.Integer, nullable=False),
+        )
+
+    def _tasks(self) -> sa.Table:
+        return self._table(
+            "tasks",
+            sa.Column("id", self._dialect.id_type, primary_key=True, autoincrement=True),
+            _name("queue", nullable=False),
+            sa.Column("state", sa.String(10), nullable=False),
+            sa.Column("lane", sa.SmallInteger, nullable=False),
+            # Ascending, so that one index direction serves every database: rank = -priority.
+            sa.Column("rank_", sa.SmallInteger, nullable=False),
+            sa.Column("run_at", sa.BigInteger, nullable=False),
+            sa.Column("created_at", sa.BigInteger, nullable=False),
+            sa.Column("expires_at", sa.BigInteger),
+            sa.Column("finished_at", sa.BigInteger),
+            # Fencing token of the newest claim; 0 before the first.
+            sa.Column("token", sa.BigInteger, nullable=False, server_default="0"),
+            sa.Column("session", sa.BigInteger),
+            _name("owner"),
+            sa.Column("lease_until", sa.BigInteger),
+            sa.Column("cancel_mark", sa.SmallInteger, nullable=False, server_default="0"),
+            # 1: has parents or children, so that settling it must look at the deps table.
+            sa.Column("linked", sa.SmallInteger, nullable=False, server_default="0"),
+            sa.Column("fail_fast", sa.SmallInteger, nullable=False, server_default="1"),
+            _count("pending_parents"),
+            _count("deliveries"),
+            _count("lease_lost"),
+            _count("attempts"),
+            _count("max_retry", 3),
+            _count("throttled"),
+            _name("type", nullable=False, server_default=""),
+            _name("task_id"),
+            _name("root_id"),
+            _name("parent_task_id"),
+            _name("group_id"),
+            _name("key_"),
+            # Place in the chain of replays that share a business key.
+            _count("seq"),
+            sa.Column("replay_of", sa.BigInteger),
+            sa.Column("reason", sa.String(32)),
+            sa.Column("detail", self._dialect.text_type),
+            sa.Column("payload", self._dialect.blob_type, nullable=False),
+            sa.Column("result", self._dialect.blob_type),
+            self._claim_index(),
+            self._index("tasks_later", "lane", "run_at", "queue", where=f"lane >= {LANE_DELAYED}"),
+            self._index("tasks_lease", "session", "lease_until", where="state = 'running'"),
+            self._index("tasks_task_id", "task_id"),
+            self._index("tasks_finished", "finished_at", where="finished_at IS NOT NULL"),
+            self._index("tasks_key", "key_", "seq", unique=True, where="key_ IS NOT NULL"),
+            self._index("tasks_replay_of", "replay_of", unique=True, where="replay_of IS NOT NULL"),
+            **self._dialect.never_reuse_ids,
+        )
+
+    def _claim_index(self) -> sa.Index:
+        # "lane" leads for databases without partial indexes; in the others it is a constant in a short index.
+        return self._index(
+            "tasks_claim", "lane", "queue", "rank_", "run_at", "id", where=f"lane = {LANE_READY}"
+        )
+
+    def _deps(self) -> sa.Table:
+        return self._table(
+            "deps",
+            sa.Column("child_id", sa.BigInteger, primary_key=True, autoincrement=False),
+            sa.Column("parent_id", sa.BigInteger, primary_key=True, autoincrement=False),
+            self._index("deps_parent", "parent_id"),
+        )
+
+    def _sessions(self) -> sa.Table:
+        return self._table(
+            "sessions",
+            sa.Column("id", sa.BigInteger, primary_key=True, autoincrement=False),
+            _name("owner", nullable=False),
+            sa.Column("started_at", sa.BigInteger, nullable=False),
+            sa.Column("until_", sa.BigInteger, nullable=False),
+            self._index("sessions_until", "until_"),
+        )
+
+    def _quotas(self) -> sa.Table:
+        return self._table(
+            "quotas",
+            _name("key_", primary_key=True),
+            sa.Column("window_ms", sa.BigInteger, primary_key=True, autoincrement=False),
+            sa.Column("window_start", sa.BigInteger, nullable=False),
+            sa.Column("used", sa.BigInteger, nullable=False),
+        )
+
+    def _queues(self) -> sa.Table:
+        return self._table(
+            "queues",
+            _name("name", primary_key=True),
+            sa.Column("durable", sa.SmallInteger, nullable=False),
+            sa.Column("auto_delete", sa.SmallInteger, nullable=False),
+            sa.Column("exclusive", sa.SmallInteger, nullable=False),
+            sa.Column("expires_ms", sa.BigInteger),
+            sa.Column("message_ttl_ms", sa.BigInteger),
+            sa.Column("touched_at", sa.BigInteger, nullable=False),
+        )
+
+    def _exchanges(self) -> sa.Table:
+        return self._table(
+            "exchanges",
+            _name("name", primary_key=True),
+            sa.Column("type", sa.String(32), nullable=False),
+            sa.Column("durable", sa.SmallInteger, nullable=False),
+            sa.Column("auto_delete", sa.SmallInteger, nullable=False),
+        )
+
+    def _bindings(self) -> sa.Table:
+        return self._table(
+            "bindings",
+            # Digest of the other columns: together they are too long for a key on some databases.
+            sa.Column("digest", sa.String(64), primary_key=True),
+            _name("exchange", nullable=False),
+            _name("queue", nullable=False),
+            sa.Column("routing_key", sa.String(MAX_NAME), nullable=False),
+            sa.Column("arguments", self._dialect.text_type, nullable=False),
+            self._index("bindings_exchange", "exchange"),
+            self._index("bindings_queue", "queue"),
+        )

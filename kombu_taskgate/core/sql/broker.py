@@ -1,0 +1,427 @@
+"""SqlBroker: puts each part of the contract into a transaction, and tells the world after commit."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import sqlalchemy as sa
+
+from .. import migrations, urls
+from ..broker import Notify
+from ..clock import Clock, to_ms
+from ..database import Database
+from ..errors import ConfigError, LeaseLost, TaskCanceled, TaskNotFound
+from ..model import (
+    Claim,
+    FailKind,
+    Filter,
+    HeartbeatResult,
+    Lease,
+    NewTask,
+    Reason,
+    Renewal,
+    Reservation,
+    Session,
+    State,
+    Task,
+)
+from ..schema import Tables
+from ..settings import BrokerSettings, check_name
+from ..statements import Statements
+from ..wakeup import Wakeup
+from . import claim, control, leases, publish, queries, quota, settle
+from .topology import SqlTopology
+from .work import Work
+
+logger = logging.getLogger("kombu_taskgate.broker")
+T = TypeVar("T")
+
+#: Longest time between two looks for due rows while claims go on without a pause (seconds).
+PROMOTE_EVERY = 0.02
+#: Longest time between two looks for leases whose holder is not in the table any more (seconds).
+STRAY_EVERY = 600.0
+
+
+class SqlBroker:
+    """The broker contract on a SQL database. See :class:`~kombu_taskgate.core.broker.Broker`.
+
+    Args:
+        settings: which database, and how the broker behaves.
+        clock: replaces the database's time, for tests.
+        notify: called with each state change after its commit.
+
+    Raises:
+        ConfigError, SchemaError, StoreUnavailable: see :func:`~kombu_taskgate.core.factory.open_broker`.
+    """
+
+    def __init__(self, settings: BrokerSettings, *, clock: Clock | None = None, notify: Notify | None = None) -> None:
+        self.settings = settings
+        self._clock = clock
+        self._notify = notify
+        url, dialect = urls.resolve(settings.url)
+        self.database = Database(settings, dialect, url)
+        try:
+            self._inspect(dialect)
+        except BaseException:
+            self.database.dispose()
+            raise
+        self.tables = Tables(settings.table_prefix, settings.schema, dialect, self._table_options)
+        self.sql = Statements(self.tables, dialect, clock)
+        migrations.check(self.database, self.tables)
+        self.topology = SqlTopology(self.database, self.sql)
+        ttls = {queue: to_ms(ttl) for queue, ttl in settings.queue_lease_ttl.items()}
+        self._extend = self.sql.extend(ttls, to_ms(settings.lease_ttl))
+        self._wakeup = Wakeup()
+        self._turn = 0
+        self._promoted_at = 0.0
+        self._strays_at = 0.0
+
+    def _inspect(self, dialect: urls.Dialect) -> None:
+        def work(conn: sa.Connection) -> None:
+            dialect.check_server(conn, self.settings)
+            server = dialect.max_payload(conn)
+            self._max_payload = min(self.settings.max_payload, server or self.settings.max_payload)
+            self._table_options = dialect.table_options(conn)
+            self._update_returning = conn.dialect.update_returning
+            self._delete_returning = conn.dialect.delete_returning
+            self._insert_returning = conn.dialect.insert_returning
+
+        self.database.read(work)
+
+    # -- transactions --------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        part: Callable[[Work], T],
+        *,
+        confirm: Callable[[sa.Connection, T], bool] | None = None,
+        reserved: bool = False,
+    ) -> T:
+        works: list[Work] = []
+
+        def attempt(conn: sa.Connection) -> T:
+            work = Work(conn, self.sql, self.settings, announce=self._notify is not None)
+            works.append(work)
+            return part(work)
+
+        result = self.database.transaction(attempt, confirm=confirm, reserved=reserved)
+        if self._notify is not None:
+            self._announce(works[-1])
+        return result
+
+    def _announce(self, work: Work) -> None:
+        for change in work.changes:
+            try:
+                self._notify(change)  # type: ignore[misc]  # the caller has looked that it is there
+            except Exception:
+                logger.exception("the notify callback raised for %s; the change itself is stored", change)
+
+    def _settled(self, asked: Sequence[Lease]) -> Callable[[sa.Connection, list[Lease]], bool]:
+        """Did a settling commit take effect? Then none of the leases that it did not refuse is current."""
+
+        def confirm(conn: sa.Connection, refused: list[Lease]) -> bool:
+            stale = {(lease.id, lease.token) for lease in refused}
+            done = [lease for lease in asked if (lease.id, lease.token) not in stale]
+            return not done or settle.count_current(conn, self.sql.count_held, done) == 0
+
+        return confirm
+
+    # -- publishing ----------------------------------------------------------------------------------
+
+    def enqueue(self, task: NewTask) -> int:
+        """See the contract."""
+        return self.enqueue_many([task])[0]
+
+    def enqueue_many(self, tasks: Sequence[NewTask]) -> list[int]:
+        """See the contract."""
+        if not tasks:
+            return []
+        for task in tasks:
+            publish.check(task, self._max_payload)
+
+        def stored(conn: sa.Connection, ids: list[int]) -> bool:
+            return bool(conn.execute(self.sql.exists, {"p_ids": ids[:1]}).scalar_one())
+
+        ids = self._run(
+            lambda work: publish.enqueue(work, tasks, returning=self._insert_returning), confirm=stored
+        )
+        self.wake()
+        return ids
+
+    # -- claiming ------------------------------------------------------------------------------------
+
+    def dequeue(
+        self,
+        queues: Sequence[str],
+        limit: int = 1,
+        timeout: float | None = 0.0,
+        *,
+        owner: str = "",
+        session: Session | None = None,
+        stop: threading.Event | None = None,
+    ) -> list[Claim]:
+        """See the contract."""
+        self._check_claim(queues, limit)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pause = self.settings.poll_min
+        while True:
+            seen = self._wakeup.count
+            _, claims = self.ack_and_dequeue((), queues, limit, owner=owner, session=session)
+            left = pause if deadline is None else deadline - time.monotonic()
+            if claims or left <= 0 or (stop is not None and stop.is_set()):
+                return claims
+            self._wakeup.wait(seen, min(pause, left), stop)
+            pause = min(self.settings.poll_max, pause * 1.5)
+
+    def _check_claim(self, queues: Sequence[str], limit: int) -> None:
+        if isinstance(queues, str) or not queues:
+            raise ConfigError(f"dequeue needs a list of at least one queue, not {queues!r}")
+        if limit < 1:
+            raise ConfigError(f"dequeue needs a limit of at least 1, not {limit!r}")
+
+    def ack_and_dequeue(
+        self,
+        leases: Sequence[Lease],
+        queues: Sequence[str],
+        limit: int,
+        *,
+        owner: str = "",
+        session: Session | None = None,
+    ) -> tuple[list[Lease], list[Claim]]:
+        """See the contract."""
+        claimer = claim.Claimer(owner, session, returning=self._update_returning and self._notify is None)
+        names = self._rotated(list(dict.fromkeys(queues))) if limit > 0 else []
+        look = bool(names) and self._due_look()
+
+        def part(work: Work) -> tuple[list[Lease], list[Claim]]:
+            refused = settle.ack_many(work, leases, returning=self._delete_returning) if leases else []
+            if look:
+                claim.promote(work)
+            return refused, claim.claim(work, names, limit, claimer) if names else []
+
+        def done(conn: sa.Connection, result: tuple[list[Lease], list[Claim]]) -> bool:
+            refused, claims = result
+            if claims:
+                return settle.count_current(conn, self.sql.count_held, claims) > 0
+            return self._settled(leases)(conn, refused)
+
+        if not leases and not names:
+            return [], []
+        return self._run(part, confirm=done)
+
+    def _rotated(self, queues: list[str]) -> list[str]:
+        """Start with another queue each time, so that the first does not always get the odd one."""
+        self._turn += 1
+        start = self._turn % len(queues) if queues else 0
+        return queues[start:] + queues[:start]
+
+    def _due_look(self) -> bool:
+        """Whether to look for due rows now. Under a test clock always: it does not run by itself."""
+        now = time.monotonic()
+        if self._clock is None and now - self._promoted_at < PROMOTE_EVERY:
+            return False
+        self._promoted_at = now
+        return True
+
+    # -- settling ------------------------------------------------------------------------------------
+
+    def ack(self, lease: Lease, result: bytes | None = None) -> None:
+        """See the contract."""
+
+        def part(work: Work) -> list[Lease]:
+            if result is None:
+                return settle.ack_many(work, [lease], returning=self._delete_returning)
+            settle.complete(work, [settle.held_one(work, lease)], result)
+            return []
+
+        _refuse(self._run(part, confirm=self._settled([lease])))
+        self.wake()
+
+    def ack_many(self, leases: Sequence[Lease]) -> list[Lease]:
+        """See the contract."""
+        refused, _ = self.ack_and_dequeue(leases, (), 0)
+        self.wake()
+        return refused
+
+    def fail(
+        self,
+        lease: Lease,
+        kind: FailKind = FailKind.BUSINESS,
+        *,
+        retry_at: int | None = None,
+        delay: float | None = None,
+        reason: Reason | None = None,
+        detail: str | None = None,
+    ) -> State:
+        """See the contract."""
+        if retry_at is not None and delay is not None:
+            raise ConfigError("give retry_at or delay, not both")
+        state = self._run(
+            lambda work: settle.fail(work, lease, kind, retry_at=retry_at, delay=delay, reason=reason, detail=detail),
+            confirm=lambda conn, _: self._settled([lease])(conn, []),
+        )
+        self.wake()
+        return state
+
+    def requeue(self, lease: Lease, *, delivered: bool = True) -> None:
+        """See the contract."""
+        _refuse(self.requeue_many([lease], delivered=delivered))
+
+    def requeue_many(self, leases: Sequence[Lease], *, delivered: bool = True) -> list[Lease]:
+        """See the contract."""
+        if not leases:
+            return []
+        refused = self._run(
+            lambda work: settle.requeue_many(work, leases, delivered=delivered), confirm=self._settled(leases)
+        )
+        self.wake()
+        return refused
+
+    def finish_canceled(self, lease: Lease) -> None:
+        """See the contract."""
+        self._run(
+            lambda work: settle.finish_canceled(work, lease),
+            confirm=lambda conn, _: self._settled([lease])(conn, []),
+        )
+        self.wake()
+
+    # -- leases --------------------------------------------------------------------------------------
+
+    def heartbeat(self, lease: Lease) -> int:
+        """See the contract."""
+        found, ends = self._heartbeat([lease])
+        _refuse(found.lost)
+        if found.canceled:
+            raise TaskCanceled(f"execution {lease.id} was canceled while it ran")
+        return ends[lease.id]
+
+    def heartbeat_many(self, leases: Sequence[Lease]) -> HeartbeatResult:
+        """See the contract."""
+        return self._heartbeat(leases)[0] if leases else HeartbeatResult()
+
+    def _heartbeat(self, held: Sequence[Lease]) -> tuple[HeartbeatResult, dict[int, int]]:
+        return self._run(
+            lambda work: leases.heartbeat_many(work, held, self._extend), confirm=_again, reserved=True
+        )
+
+    def open_session(self, owner: str, ttl: float) -> Session:
+        """See the contract."""
+        return self._run(lambda work: leases.open_session(work, owner, ttl), confirm=_again, reserved=True)
+
+    def renew_session(self, session: Session) -> Renewal:
+        """See the contract."""
+        return self._run(lambda work: leases.renew_session(work, session), confirm=_again, reserved=True)
+
+    def close_session(self, session: Session) -> int:
+        """See the contract."""
+        number = self._run(lambda work: leases.close_session(work, session), confirm=_again)
+        self.wake()
+        return number
+
+    def reap_expired(self) -> int:
+        """See the contract."""
+        now = time.monotonic()
+        stray = self._clock is not None or now - self._strays_at >= STRAY_EVERY
+        total = 0
+        while True:
+            number = self._run(lambda work: leases.reap(work, stray=stray), confirm=_again)
+            total += number
+            if number < leases.REAP:
+                break
+        if stray:
+            self._strays_at = now
+        if total:
+            self.wake()
+        return total
+
+    def prune(self, limit: int = 1000) -> int:
+        """See the contract."""
+        return self._run(lambda work: control.prune(work, limit), confirm=_again)
+
+    # -- control -------------------------------------------------------------------------------------
+
+    def cancel(self, id: int) -> State:
+        """See the contract."""
+        return self._run(lambda work: control.cancel(work, id))
+
+    def replay(self, id: int, *, payload: bytes | None = None, allow_completed: bool = False) -> int:
+        """See the contract."""
+        new = self._run(lambda work: control.replay(work, id, payload, allow_completed=allow_completed))
+        self.wake()
+        return new
+
+    def purge(self, queue: str) -> int:
+        """See the contract."""
+        return self._run(lambda work: control.purge(work, queue))
+
+    # -- asking --------------------------------------------------------------------------------------
+
+    def get(self, id: int) -> Task:
+        """See the contract."""
+        row = self.database.read(lambda conn: conn.execute(self.sql.get, {"p_id": id}).first())
+        if row is None:
+            raise TaskNotFound(f"execution {id} does not exist: it never did, or it completed and was removed")
+        return queries.to_task(row)
+
+    def list(self, filter: Filter | None = None) -> list[Task]:
+        """See the contract."""
+        query = queries.listing(self.tables, filter or Filter())
+        return [queries.to_task(row) for row in self.database.read(lambda conn: conn.execute(query).all())]
+
+    def queue_len(self, queue: str) -> int:
+        """See the contract."""
+        return self.queue_lens([queue])[queue]
+
+    def queue_lens(self, queues: Iterable[str]) -> dict[str, int]:
+        """See the contract."""
+        names = dict.fromkeys(queues)
+        return self.database.read(lambda conn: queries.queue_lens(conn, self.sql, names))
+
+    def counts(self) -> dict[tuple[str, State], int]:
+        """See the contract."""
+        return self.database.read(lambda conn: queries.counts(conn, self.sql))
+
+    # -- quotas --------------------------------------------------------------------------------------
+
+    def queue_quota(self, key: str, limit: int, window: float, n: int = 1) -> Reservation | None:
+        """See the contract."""
+        check_name(key, "quota key")
+        if to_ms(window) < 1 or n < 1:
+            raise ConfigError(f"a quota needs a window of at least 0.001 s and n of at least 1, not {window!r}, {n!r}")
+        return self._run(lambda work: quota.reserve(work, key, limit, window, n))
+
+    def release_quota(self, reservation: Reservation) -> bool:
+        """See the contract."""
+        return self._run(lambda work: quota.release(work, reservation))
+
+    # -- life ----------------------------------------------------------------------------------------
+
+    def explain_claim(self, queue: str) -> str:
+        """The database's plan for a claim from the queue, as text: for tests and for people who tune."""
+        parameters = self.sql.time(p_queue=queue, p_limit=10)
+        return self.database.read(
+            lambda conn: self.database.dialect.explain(conn, self.sql.claim_pick, parameters)
+        )
+
+    def wake(self) -> None:
+        """See the contract."""
+        self._wakeup.wake()
+
+    def close(self) -> None:
+        """See the contract."""
+        self.wake()
+        self.database.dispose()
+
+
+def _again(conn: sa.Connection, result: object) -> bool:
+    """For work that does no harm when it is done twice: after a commit whose outcome is unknown, repeat it."""
+    return False
+
+
+def _refuse(refused: Sequence[Lease]) -> None:
+    if refused:
+        raise LeaseLost(f"the lease on execution {refused[0].id} is lost: it was taken over or settled")

@@ -1,0 +1,143 @@
+"""dequeue: promote what is due, claim from each queue its share, drop what must not be delivered."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..clock import to_ms
+from ..model import Claim, Reason, Session, State
+from ..schema import LANE_NONE
+from ..statements import TOKEN_STEP
+from .links import finish
+from .work import Work
+
+#: Delayed rows promoted at once.
+PROMOTE = 500
+#: Expired rows dropped at once, and how many times in one transaction.
+DROP = 1000
+ROUNDS = 8
+
+
+@dataclass(slots=True)
+class Claimer:
+    """Who claims, and how.
+
+    ``returning``: in one statement. It does not see the state a row had before, so it is not for brokers that
+    announce state changes.
+    """
+
+    owner: str
+    session: Session | None
+    returning: bool
+
+
+def promote(work: Work) -> int:
+    """Move delayed rows whose time has come into the claim index; returns how many."""
+    ids = list(work.run_timed(work.sql.pick_due, p_limit=PROMOTE).scalars())
+    if ids:
+        work.run(work.sql.promote, p_ids=ids)
+    return len(ids)
+
+
+def claim(work: Work, queues: Sequence[str], limit: int, claimer: Claimer) -> list[Claim]:
+    """Up to ``limit`` rows of the queues, in the order in which the queues are given a share."""
+    if len(queues) > 1:
+        names = {f"p_q{place}": name for place, name in enumerate(queues)}
+        ready = sorted(work.run(work.sql.ready_queues(len(queues)), **names).scalars())
+        queues = [queues[place] for place in ready]
+    claims: list[Claim] = []
+    full = list(queues)
+    # Each queue gets an equal part; what some do not use goes to those that have more.
+    while full and len(claims) < limit:
+        again = []
+        for place, queue in enumerate(full):
+            share = -(-(limit - len(claims)) // (len(full) - place))
+            if share <= 0:
+                break
+            got = _claim_queue(work, queue, share, claimer)
+            claims.extend(got)
+            if len(got) == share:
+                again.append(queue)
+        full = again
+    return claims
+
+
+def _claim_queue(work: Work, queue: str, limit: int, claimer: Claimer) -> list[Claim]:
+    good: list[Claim] = []
+    for _ in range(ROUNDS):
+        rows = _take(work, queue, limit - len(good), claimer)
+        expired = [row for row in rows if row.expires_at is not None and row.expires_at <= row.now]
+        worn = [row for row in rows if row.deliveries > work.settings.max_deliveries and row not in expired]
+        bad = {row.id for row in expired} | {row.id for row in worn}
+        taken = [row for row in rows if row.id not in bad]
+        good.extend(_claim_of(row, claimer, work.settings.ttl_of(queue)) for row in taken)
+        # What is dropped went through "running" only inside this transaction, and reached nobody.
+        if bad:
+            work.run(work.sql.uncount_delivery, p_ids=sorted(bad))
+            finish(work, expired, State.CANCELED, Reason.EXPIRED)
+            detail = f"delivered {work.settings.max_deliveries} times without being settled"
+            finish(work, worn, State.FAILED, Reason.MAX_DELIVERIES, detail=detail)
+        work.changed(taken, State.RUNNING)
+        if expired:
+            _drop_expired(work, queue)
+        if not bad or len(good) >= limit:
+            break
+    return good
+
+
+def _drop_expired(work: Work, queue: str) -> None:
+    """More of the same kind is likely behind: drop it without claiming it first."""
+    rows = work.run_timed(work.sql.pick_expired, p_queue=queue, p_limit=DROP).all()
+    finish(work, rows, State.CANCELED, Reason.EXPIRED)
+
+
+def _take(work: Work, queue: str, limit: int, claimer: Claimer) -> list[Any]:
+    """Lease rows; sorted, since an UPDATE returns them in any order."""
+    lease = {
+        "p_low": secrets.randbelow(TOKEN_STEP),
+        "p_owner": claimer.owner[:255],
+        "p_session": None if claimer.session is None else claimer.session.id,
+        "p_ttl": to_ms(work.settings.ttl_of(queue)),
+    }
+    if claimer.returning:
+        rows = work.run_timed(work.sql.claim, p_queue=queue, p_limit=limit, **lease).all()
+        return sorted(rows, key=lambda row: (row.rank_, row.run_at, row.id))
+    picked = work.run_timed(work.sql.claim_pick, p_queue=queue, p_limit=limit).all()
+    if picked:
+        work.run_timed(work.sql.claim_take, p_ids=[row.id for row in picked], **lease)
+    return [_Taken(row, lease["p_low"]) for row in picked]
+
+
+class _Taken:
+    """A row locked by claim_pick as claim_take has changed it."""
+
+    def __init__(self, row: Any, low: int) -> None:
+        self._row = row
+        self.token = row.token - row.token % TOKEN_STEP + TOKEN_STEP + low
+        self.deliveries = row.deliveries + 1
+        self.lane = LANE_NONE
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._row, name)
+
+
+def _claim_of(row: Any, claimer: Claimer, ttl: float) -> Claim:
+    return Claim(
+        id=row.id,
+        token=row.token,
+        owner=claimer.owner,
+        lease_until=row.now + to_ms(ttl),
+        queue=row.queue,
+        payload=bytes(row.payload),
+        type=row.type,
+        task_id=row.task_id,
+        priority=-row.rank_,
+        run_at=row.run_at,
+        created_at=row.created_at,
+        deliveries=row.deliveries,
+        attempts=row.attempts,
+        lease_lost=row.lease_lost,
+    )

@@ -1,0 +1,97 @@
+"""cancel, replay, purge, prune."""
+
+from __future__ import annotations
+
+from ..clock import to_ms
+from ..errors import AlreadyFinal, AlreadyReplayed, CompletedNotAllowed, ReplayNotFinal, TaskNotFound
+from ..model import FINAL, Reason, State
+from ..schema import LANE_READY
+from .links import finish, remove
+from .work import Work
+
+#: A dead holder or a closed quota window is remembered for a day, for people who look.
+REMEMBER = 86400.0
+
+
+def cancel(work: Work, id: int) -> State:
+    """Cancel a waiting row; mark a running one."""
+    row = work.run(work.sql.lock_task, p_id=id).first()
+    if row is None:
+        raise TaskNotFound(f"execution {id} does not exist: it never did, or it completed and was removed")
+    state = State(row.state)
+    if state in FINAL:
+        raise AlreadyFinal(f"execution {id} has ended already: {state}")
+    if state is State.RUNNING:
+        work.run(work.sql.mark_canceled, p_id=id)
+        return state
+    finish(work, [row], State.CANCELED, Reason.CANCELED)
+    return State.CANCELED
+
+
+def replay(work: Work, id: int, payload: bytes | None, *, allow_completed: bool) -> int:
+    """Copy a final row. Unique indexes keep two replays of one row, or of one key, from both succeeding."""
+    row = work.run(work.sql.lock_task, p_id=id).first()
+    if row is None:
+        raise TaskNotFound(f"execution {id} does not exist: it never did, or it completed and was removed")
+    state = State(row.state)
+    if state not in FINAL:
+        raise ReplayNotFinal(f"execution {id} is {state}: only one that has ended can be replayed")
+    newer = work.run(work.sql.replayed_by, p_id=id).scalar()
+    if newer is not None:
+        raise AlreadyReplayed(f"execution {id} was replayed as {newer}: replay the newest of the chain")
+    if state is State.COMPLETED and not allow_completed:
+        raise CompletedNotAllowed(f"execution {id} completed: allow it explicitly to run it once more")
+    copied = {
+        name: getattr(row, name)
+        for name in (
+            "queue", "rank_", "type", "task_id", "root_id", "parent_task_id", "group_id", "key_", "max_retry", "fail_fast"
+        )
+    }  # fmt: skip
+    done = work.run_timed(
+        work.sql.insert_task,
+        **copied,
+        payload=row.payload if payload is None else payload,
+        seq=row.seq + 1,
+        replay_of=id,
+        state=State.PENDING.value,
+        p_run_at=None,
+        p_delay=0,
+        p_lane=LANE_READY,
+        p_final=0,
+    )
+    new = int(done.inserted_primary_key[0])
+    work.stored(new, row.queue, State.PENDING)
+    return new
+
+
+def purge(work: Work, queue: str) -> int:
+    """Remove what waits; parents are canceled instead, so that their children learn of it."""
+    number = 0
+    if not work.announce:
+        number = work.run(work.sql.purge_plain, p_queue=queue).rowcount
+    rows = work.run(work.sql.purge_linked, p_queue=queue).all()
+    if not rows:
+        return number
+    ids = [row.id for row in rows]
+    parents = set(work.run(work.sql.have_children, p_ids=ids).scalars())
+    childless = [row for row in rows if row.id not in parents]
+    work.changed(childless, State.CANCELED)
+    remove(work, [row.id for row in childless], [row.id for row in childless])
+    for row in rows:
+        if row.id not in parents:
+            continue
+        # An earlier one may have canceled it already, as its child.
+        current = work.run(work.sql.lock_task, p_id=row.id).one()
+        if State(current.state) not in FINAL:
+            finish(work, [current], State.CANCELED, Reason.CANCELED)
+    return number + len(rows)
+
+
+def prune(work: Work, limit: int) -> int:
+    """Delete old final rows, dead holders and closed quota windows."""
+    keep = {"p_completed": to_ms(work.settings.keep_completed), "p_failed": to_ms(work.settings.keep_failed)}
+    rows = work.run_timed(work.sql.pick_old, p_limit=limit, **keep).all()
+    remove(work, [row.id for row in rows], [row.id for row in rows if row.linked])
+    work.run_timed(work.sql.delete_old_sessions, p_age=to_ms(REMEMBER))
+    work.run_timed(work.sql.delete_old_quotas, p_age=to_ms(REMEMBER))
+    return len(rows)

@@ -1,0 +1,141 @@
+"""enqueue and enqueue_many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..clock import to_ms
+from ..errors import ConfigError, PayloadTooLarge, TaskExists, TaskNotFound
+from ..model import FINAL, NewTask, Reason, State
+from ..schema import LANE_BLOCKED, LANE_NONE, LANE_READY
+from ..settings import check_name
+from .work import Work, chunks
+
+
+def check(task: NewTask, max_payload: int) -> None:
+    """Refuse what can't be stored, before anything is.
+
+    Raises:
+        ConfigError, PayloadTooLarge: see :class:`~kombu_taskgate.core.model.NewTask` for the bounds.
+    """
+    check_name(task.queue, "queue")
+    for what in ("task_id", "root_id", "parent_task_id", "group_id", "key"):
+        value = getattr(task, what)
+        if value is not None:
+            check_name(value, what)
+    if task.type:
+        check_name(task.type, "task type")
+    if task.run_at is not None and task.delay is not None:
+        raise ConfigError("give run_at or delay, not both")
+    if not -32767 <= task.priority <= 32767:
+        raise ConfigError(f"priority must fit 16 bits, not {task.priority}")
+    if len(task.payload) > max_payload:
+        raise PayloadTooLarge(
+            f"message of {len(task.payload)} bytes for queue {task.queue!r}: at most {max_payload} bytes are stored; "
+            "pass a reference to the data instead, or raise max_payload (and the server's own limit)"
+        )
+
+
+def _plain(task: NewTask) -> dict[str, Any]:
+    return {
+        "queue": task.queue,
+        "rank_": -task.priority,
+        "expires_at": task.expires_at,
+        "type": task.type,
+        "task_id": task.task_id,
+        "root_id": task.root_id,
+        "parent_task_id": task.parent_task_id,
+        "group_id": task.group_id,
+        "max_retry": task.max_retry,
+        "fail_fast": int(task.fail_fast),
+        "payload": task.payload,
+    }
+
+
+def enqueue(work: Work, tasks: Sequence[NewTask], *, returning: bool) -> list[int]:
+    """Store all of them. ``returning``: whether one statement can store many rows and tell their ids."""
+    if len(tasks) == 1 or not returning or any(not _simple(task) for task in tasks):
+        return [_enqueue_one(work, task) for task in tasks]
+    t = work.sql.tables.tasks.c
+    statement = work.sql.insert_ready.returning(t.id, sort_by_parameter_order=True)
+    ids: list[int] = []
+    for part in chunks(tasks):
+        rows = [work.sql.time(**_plain(task)) for task in part]
+        ids.extend(work.conn.execute(statement, rows).scalars())
+    for id, task in zip(ids, tasks, strict=True):
+        work.stored(id, task.queue, State.PENDING)
+    return ids
+
+
+def _simple(task: NewTask) -> bool:
+    return not task.parents and task.key is None and task.run_at is None and not task.delay
+
+
+def _enqueue_one(work: Work, task: NewTask) -> int:
+    if _simple(task):
+        done = work.run_timed(work.sql.insert_ready, **_plain(task))
+        state = State.PENDING
+    else:
+        if task.key is not None:
+            refuse_known_key(work, task.key)
+        parents = sorted(set(task.parents))
+        state, pending = _first_state(work, task, parents)
+        done = work.run_timed(
+            work.sql.insert_task,
+            **_plain(task),
+            **_schedule(task, state),
+            key_=task.key,
+            pending_parents=pending,
+            linked=int(bool(parents)),
+            state=state.value,
+            reason=Reason.PARENT.value if state is State.CANCELED else None,
+        )
+        if parents:
+            _link(work, done, parents)
+    id = _new_id(done)
+    work.stored(id, task.queue, state)
+    return id
+
+
+def _new_id(done: Any) -> int:
+    return int(done.inserted_primary_key[0])
+
+
+def _schedule(task: NewTask, state: State) -> dict[str, Any]:
+    lanes = {State.PENDING: LANE_READY, State.BLOCKED: LANE_BLOCKED, State.CANCELED: LANE_NONE}
+    return {
+        "p_run_at": task.run_at,
+        "p_delay": to_ms(task.delay or 0.0),
+        "p_lane": lanes[state],
+        "p_final": int(state in FINAL),
+    }
+
+
+def refuse_known_key(work: Work, key: str) -> None:
+    """Raise TaskExists when the key has any execution. A race is decided by the unique index."""
+    row = work.run(work.sql.newest_of_key, p_key=key).first()
+    if row is not None:
+        raise TaskExists(key, row.id, State(row.state))
+
+
+def _first_state(work: Work, task: NewTask, parents: Sequence[int]) -> tuple[State, int]:
+    if not parents:
+        return State.PENDING, 0
+    states: dict[int, State] = {}
+    for part in chunks(parents):
+        states.update((row.id, State(row.state)) for row in work.run(work.sql.lock_parents, p_ids=part))
+    missing = [id for id in parents if id not in states]
+    if missing:
+        raise TaskNotFound(f"parent {missing[0]} does not exist: it never did, or it completed and was removed")
+    if task.fail_fast and any(state in (State.FAILED, State.CANCELED) for state in states.values()):
+        return State.CANCELED, 0
+    waiting = sum(state not in FINAL for state in states.values())
+    return (State.BLOCKED, waiting) if waiting else (State.PENDING, 0)
+
+
+def _link(work: Work, done: Any, parents: Sequence[int]) -> None:
+    child = _new_id(done)
+    for part in chunks(parents):
+        work.run(work.sql.link, p_ids=part)
+        work.conn.execute(work.sql.insert_dep, [{"child_id": child, "parent_id": id} for id in part])

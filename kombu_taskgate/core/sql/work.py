@@ -1,0 +1,59 @@
+"""What the parts of one transaction share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+
+from ..model import State, StateChange
+from ..settings import BrokerSettings
+from ..statements import Statements
+
+T = TypeVar("T")
+
+#: Most values in one IN list; databases bound the number of parameters of a statement.
+CHUNK = 500
+
+
+def chunks(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Cut a sequence into parts that fit into one statement."""
+    for start in range(0, len(items), CHUNK):
+        yield items[start : start + CHUNK]
+
+
+class Work:
+    """One transaction: its connection, the statements, and the state changes to announce after commit."""
+
+    __slots__ = ("announce", "changes", "conn", "settings", "sql")
+
+    def __init__(self, conn: sa.Connection, sql: Statements, settings: BrokerSettings, *, announce: bool) -> None:
+        self.announce = announce
+        self.conn = conn
+        self.sql = sql
+        self.settings = settings
+        self.changes: list[StateChange] = []
+
+    def run(self, statement: sa.Executable, **parameters: Any) -> sa.CursorResult[Any]:
+        """Run a statement that does not ask for the time."""
+        return self.conn.execute(statement, parameters)  # type: ignore[return-value]  # every statement here has a cursor
+
+    def run_timed(self, statement: sa.Executable, **parameters: Any) -> sa.CursorResult[Any]:
+        """Run a statement that asks for the time."""
+        return self.conn.execute(statement, self.sql.time(**parameters))  # type: ignore[return-value]  # as above
+
+    def changed(self, rows: Iterable[Any], after: State) -> None:
+        """Note that rows (id, queue, state) have a new state."""
+        if self.announce:
+            self.changes.extend(StateChange(row.id, row.queue, State(row.state), after) for row in rows)
+
+    def became(self, rows: Iterable[Any], before: State, after: State) -> None:
+        """Note that rows (id, queue), all in the same state before, have a new state."""
+        if self.announce:
+            self.changes.extend(StateChange(row.id, row.queue, before, after) for row in rows)
+
+    def stored(self, id: int, queue: str, state: State) -> None:
+        """Note a new execution."""
+        if self.announce:
+            self.changes.append(StateChange(id, queue, None, state))

@@ -1,0 +1,612 @@
+"""Every SQL statement of the broker: one named attribute each, with a sentence. Built once per broker.
+
+Parameters start with ``p_`` so that they can't be taken for columns. ``p_now`` is asked for only when a test
+clock replaces the server's time; see :meth:`Statements.time`.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import sqlalchemy as sa
+
+from .clock import Clock
+from .dialects.base import Dialect
+from .model import FINAL, State
+from .schema import LANE_BLOCKED, LANE_DELAYED, LANE_NONE, LANE_READY, Tables
+
+#: A new token keeps the order of claims in its high part and can't be guessed by its low one: after a database
+#: lost its last commits in a fail-over, the same number is not given to two holders.
+TOKEN_STEP = 2**24
+
+Statement = sa.Executable
+
+
+def _in(column: sa.ColumnElement[Any], name: str) -> sa.ColumnElement[bool]:
+    return column.in_(sa.bindparam(name, expanding=True))
+
+
+def _lane(number: int) -> sa.ColumnElement[int]:
+    # Literal, not bound: partial indexes are only used when the planner sees the value.
+    return sa.literal_column(str(number), sa.SmallInteger)
+
+
+class Statements:
+    """All statements for one set of tables.
+
+    Args:
+        tables: where.
+        dialect: whose words.
+        clock: replaces the server's time in tests.
+    """
+
+    def __init__(self, tables: Tables, dialect: Dialect, clock: Clock | None) -> None:
+        self.tables = tables
+        self.dialect = dialect
+        self._clock = clock
+        self._t = tables.tasks.c
+
+    def time(self, **parameters: Any) -> dict[str, Any]:
+        """The parameters, with the test clock's time where there is one."""
+        if self._clock is not None:
+            parameters["p_now"] = self._clock.now_ms()
+        return parameters
+
+    @property
+    def now(self) -> sa.ColumnElement[int]:
+        """The instant that decides, in milliseconds."""
+        if self._clock is not None:
+            return sa.bindparam("p_now", type_=sa.BigInteger)
+        return self.dialect.server_now()
+
+    def _locking(self, statement: sa.Select[Any], *, skip: bool) -> sa.Select[Any]:
+        return statement.with_for_update(skip_locked=skip, of=self.tables.tasks)
+
+    # -- publishing ---------------------------------------------------------------------------------
+
+    @cached_property
+    def insert_task(self) -> sa.Insert:
+        """Store an execution that is ready now or, with p_run_at or p_delay, later."""
+        run_at = sa.func.coalesce(
+            sa.bindparam("p_run_at", type_=sa.BigInteger),
+            self.now + sa.bindparam("p_delay", type_=sa.BigInteger),
+        )
+        wanted = sa.bindparam("p_lane", type_=sa.SmallInteger)
+        lane = sa.case((wanted != LANE_READY, wanted), (run_at > self.now, LANE_DELAYED), else_=LANE_READY)
+        finished = sa.case(
+            (sa.bindparam("p_final", type_=sa.SmallInteger) == 1, self.now), else_=sa.null().cast(sa.BigInteger)
+        )
+        return sa.insert(self.tables.tasks).values(
+            run_at=run_at, lane=lane, created_at=self.now, finished_at=finished
+        )
+
+    @cached_property
+    def insert_ready(self) -> sa.Insert:
+        """Store an execution that is ready now: the usual case, with the least to compute."""
+        return sa.insert(self.tables.tasks).values(
+            run_at=self.now, created_at=self.now, lane=LANE_READY, state=State.PENDING.value
+        )
+
+    @cached_property
+    def insert_dep(self) -> sa.Insert:
+        """Note that a child waits for a parent."""
+        return sa.insert(self.tables.deps)
+
+    @cached_property
+    def lock_parents(self) -> Statement:
+        """States of the parents; locked in id order, so that none ends while its child is stored."""
+        t = self._t
+        return self._locking(sa.select(t.id, t.state).where(_in(t.id, "p_ids")).order_by(t.id), skip=False)
+
+    @cached_property
+    def link(self) -> Statement:
+        """Mark rows whose settling must look at the deps table."""
+        return sa.update(self.tables.tasks).where(_in(self._t.id, "p_ids")).values(linked=1)
+
+    @cached_property
+    def newest_of_key(self) -> Statement:
+        """Newest execution of a business key."""
+        t = self._t
+        return (
+            sa.select(t.id, t.state, t.seq).where(t.key_ == sa.bindparam("p_key")).order_by(t.seq.desc()).limit(1)
+        )
+
+    @cached_property
+    def exists(self) -> Statement:
+        """How many of the ids are stored."""
+        return sa.select(sa.func.count()).select_from(self.tables.tasks).where(_in(self._t.id, "p_ids"))
+
+    # -- claiming -----------------------------------------------------------------------------------
+
+    @cached_property
+    def pick_due(self) -> Statement:
+        """Delayed rows whose time has come, oldest first."""
+        t = self._t
+        query = sa.select(t.id).where(t.lane == _lane(LANE_DELAYED), t.run_at <= self.now)
+        return self._locking(query.order_by(t.run_at).limit(sa.bindparam("p_limit")), skip=True)
+
+    @cached_property
+    def promote(self) -> Statement:
+        """Put due rows into the claim index."""
+        return (
+            sa.update(self.tables.tasks)
+            .where(_in(self._t.id, "p_ids"), self._t.lane == _lane(LANE_DELAYED))
+            .values(lane=LANE_READY)
+        )
+
+    def ready_queues(self, number: int) -> Statement:
+        """Which of ``number`` queues (p_q0, p_q1, …) have something to claim."""
+        t = self._t
+        parts = []
+        for place in range(number):
+            name = sa.bindparam(f"p_q{place}", type_=sa.String)
+            ready = sa.exists().where(t.lane == _lane(LANE_READY), t.queue == name)
+            parts.append(sa.select(sa.literal_column(str(place), sa.Integer).label("place")).where(ready))
+        return sa.union_all(*parts)
+
+    @property
+    def _claimed(self) -> list[sa.ColumnElement[Any]]:
+        t = self._t
+        return [
+            t.id, t.token, t.queue, t.payload, t.type, t.task_id, t.rank_, t.run_at, t.created_at, t.deliveries,
+            t.attempts, t.lease_lost, t.expires_at, t.linked, t.state, self.now.label("now"),
+        ]  # fmt: skip
+
+    def _ready(self, *columns: sa.ColumnElement[Any]) -> sa.Select[Any]:
+        t = self._t
+        query = sa.select(*columns).where(t.lane == _lane(LANE_READY), t.queue == sa.bindparam("p_queue"))
+        query = query.order_by(t.rank_, t.run_at, t.id).limit(sa.bindparam("p_limit"))
+        return self._locking(query, skip=True)
+
+    @property
+    def _lease(self) -> dict[str, Any]:
+        t = self._t
+        return {
+            "state": State.RUNNING.value,
+            "lane": LANE_NONE,
+            "token": t.token - t.token % TOKEN_STEP + TOKEN_STEP + sa.bindparam("p_low", type_=sa.BigInteger),
+            "deliveries": t.deliveries + 1,
+            "owner": sa.bindparam("p_owner", type_=sa.String),
+            "session": sa.bindparam("p_session", type_=sa.BigInteger),
+            "lease_until": self.now + sa.bindparam("p_ttl", type_=sa.BigInteger),
+        }
+
+    @cached_property
+    def claim(self) -> Statement:
+        """Lease the best ready rows of one queue and return them, in one statement.
+
+        A CTE that locks is evaluated once; the same query inside IN (…) could be planned to run repeatedly.
+        """
+        picked = self._ready(self._t.id).cte("picked")
+        return (
+            sa.update(self.tables.tasks)
+            .where(self._t.id == picked.c.id)
+            .values(**self._lease)
+            .returning(*self._claimed)
+        )
+
+    @cached_property
+    def claim_pick(self) -> Statement:
+        """Lock the best ready rows of one queue, where UPDATE … RETURNING does not exist."""
+        return self._ready(*self._claimed)
+
+    @cached_property
+    def claim_take(self) -> Statement:
+        """Lease the rows locked by claim_pick."""
+        return sa.update(self.tables.tasks).where(_in(self._t.id, "p_ids")).values(**self._lease)
+
+    @cached_property
+    def pick_expired(self) -> Statement:
+        """Ready rows of one queue that nobody wants any more."""
+        t = self._t
+        query = sa.select(t.id, t.queue, t.state, t.linked).where(
+            t.lane == _lane(LANE_READY), t.queue == sa.bindparam("p_queue"), t.expires_at <= self.now
+        )
+        query = query.order_by(t.rank_, t.run_at, t.id).limit(sa.bindparam("p_limit"))
+        return self._locking(query, skip=True)
+
+    # -- settling -----------------------------------------------------------------------------------
+
+    def _held(self) -> list[sa.ColumnElement[bool]]:
+        # The ids once more by themselves: not every database finds an index for pairs.
+        t = self._t
+        return [
+            _in(t.id, "p_ids"),
+            sa.tuple_(t.id, t.token).in_(sa.bindparam("p_leases", expanding=True)),
+            t.state == State.RUNNING.value,
+        ]
+
+    @cached_property
+    def delete_acked(self) -> Statement:
+        """Settle leases whose rows nobody else needs; returns which."""
+        t = self._t
+        return (
+            sa.delete(self.tables.tasks)
+            .where(*self._held(), t.linked == 0, t.key_.is_(None))
+            .returning(t.id, t.token)
+        )
+
+    @cached_property
+    def held(self) -> Statement:
+        """Rows whose lease token is the current one, locked in id order."""
+        t = self._t
+        query = sa.select(
+            t.id, t.token, t.queue, t.state, t.linked, t.key_, t.cancel_mark, t.attempts, t.max_retry, t.throttled
+        )
+        return self._locking(query.where(*self._held()).order_by(t.id), skip=False)
+
+    @cached_property
+    def count_held(self) -> Statement:
+        """How many of the leases are still current."""
+        return sa.select(sa.func.count()).select_from(self.tables.tasks).where(*self._held())
+
+    @cached_property
+    def finish(self) -> Statement:
+        """Make rows final."""
+        return (
+            sa.update(self.tables.tasks)
+            .where(_in(self._t.id, "p_ids"))
+            .values(
+                state=sa.bindparam("p_state", type_=sa.String),
+                lane=LANE_NONE,
+                reason=sa.bindparam("p_reason", type_=sa.String),
+                detail=sa.bindparam("p_detail", type_=sa.Text),
+                result=sa.bindparam("p_result", type_=sa.LargeBinary),
+                finished_at=self.now,
+                session=None,
+                lease_until=None,
+                cancel_mark=0,
+                pending_parents=0,
+            )
+        )
+
+    @cached_property
+    def uncount_delivery(self) -> Statement:
+        """Take back the delivery of a claim that reached nobody."""
+        return (
+            sa.update(self.tables.tasks).where(_in(self._t.id, "p_ids")).values(deliveries=self._t.deliveries - 1)
+        )
+
+    @cached_property
+    def count_failure(self) -> Statement:
+        """Set the counters of a failed run."""
+        return (
+            sa.update(self.tables.tasks)
+            .where(self._t.id == sa.bindparam("p_id"))
+            .values(
+                attempts=sa.bindparam("p_attempts", type_=sa.Integer),
+                throttled=sa.bindparam("p_throttled", type_=sa.Integer),
+            )
+        )
+
+    def _give_back(self, state: State, run_at: sa.ColumnElement[int], lane: Any) -> sa.Update:
+        return (
+            sa.update(self.tables.tasks)
+            .where(_in(self._t.id, "p_ids"))
+            .values(state=state.value, run_at=run_at, lane=lane, session=None, owner=None, lease_until=None)
+        )
+
+    @cached_property
+    def retry_later(self) -> Statement:
+        """Let a failed run wait until p_run_at, or p_delay milliseconds from now."""
+        run_at = sa.func.coalesce(
+            sa.bindparam("p_run_at", type_=sa.BigInteger), self.now + sa.bindparam("p_delay", type_=sa.BigInteger)
+        )
+        return self._give_back(
+            State.RETRYING, run_at, sa.case((run_at > self.now, LANE_DELAYED), else_=LANE_READY)
+        )
+
+    @cached_property
+    def give_back(self) -> Statement:
+        """Make leased rows pending again, at their old place."""
+        return self._give_back(State.PENDING, self._t.run_at, LANE_READY)
+
+    @cached_property
+    def count_loss(self) -> Statement:
+        """One more lost lease."""
+        return (
+            sa.update(self.tables.tasks).where(_in(self._t.id, "p_ids")).values(lease_lost=self._t.lease_lost + 1)
+        )
+
+    @cached_property
+    def delete_tasks(self) -> Statement:
+        """Remove rows."""
+        return sa.delete(self.tables.tasks).where(_in(self._t.id, "p_ids"))
+
+    @cached_property
+    def delete_deps(self) -> Statement:
+        """Remove what is known of the links of removed rows."""
+        d = self.tables.deps.c
+        return sa.delete(self.tables.deps).where(_in(d.child_id, "p_ids") | _in(d.parent_id, "p_ids"))
+
+    # -- dependencies -------------------------------------------------------------------------------
+
+    @cached_property
+    def blocked_children(self) -> Statement:
+        """Blocked children of rows that have just ended, locked in id order; a row per link."""
+        t, d = self._t, self.tables.deps.c
+        query = (
+            sa.select(t.id, t.queue, t.fail_fast, t.pending_parents)
+            .select_from(self.tables.deps.join(self.tables.tasks, t.id == d.child_id))
+            .where(_in(d.parent_id, "p_ids"), t.state == State.BLOCKED.value)
+            .order_by(t.id)
+        )
+        return self._locking(query, skip=False)
+
+    @cached_property
+    def fewer_parents(self) -> Statement:
+        """A blocked row waits for p_number parents less."""
+        return (
+            sa.update(self.tables.tasks)
+            .where(self._t.id == sa.bindparam("p_id"))
+            .values(pending_parents=self._t.pending_parents - sa.bindparam("p_number", type_=sa.Integer))
+        )
+
+    @cached_property
+    def unblock(self) -> Statement:
+        """Let rows go whose parents have all ended."""
+        t = self._t
+        return (
+            sa.update(self.tables.tasks)
+            .where(_in(t.id, "p_ids"))
+            .values(
+                state=State.PENDING.value,
+                pending_parents=0,
+                lane=sa.case((t.run_at > self.now, LANE_DELAYED), else_=LANE_READY),
+            )
+        )
+
+    @cached_property
+    def pick_forgotten(self) -> Statement:
+        """Blocked rows none of whose parents is still to come."""
+        t, d = self._t, self.tables.deps.c
+        parent = self.tables.tasks.alias("parent")
+        waiting = (
+            sa.exists()
+            .where(d.child_id == t.id, parent.c.id == d.parent_id)
+            .where(parent.c.state.not_in([state.value for state in sorted(FINAL)]))
+        )
+        query = sa.select(t.id, t.queue, t.fail_fast).where(t.lane == _lane(LANE_BLOCKED), ~waiting)
+        return self._locking(query.order_by(t.id).limit(sa.bindparam("p_limit")), skip=True)
+
+    @cached_property
+    def failed_parents(self) -> Statement:
+        """Children (of p_ids) that have a failed or canceled parent."""
+        t, d = self._t, self.tables.deps.c
+        return (
+            sa.select(d.child_id)
+            .distinct()
+            .select_from(self.tables.deps.join(self.tables.tasks, t.id == d.parent_id))
+            .where(_in(d.child_id, "p_ids"), t.state.in_([State.FAILED.value, State.CANCELED.value]))
+        )
+
+    # -- leases -------------------------------------------------------------------------------------
+
+    def extend(self, ttls: dict[str, int], default: int) -> Statement:
+        """Extend leases by their queue's time in milliseconds."""
+        ttl = sa.case(ttls, value=self._t.queue, else_=default) if ttls else sa.literal(default, sa.BigInteger)
+        return sa.update(self.tables.tasks).where(*self._held()).values(lease_until=self.now + ttl)
+
+    @cached_property
+    def marks(self) -> Statement:
+        """The leases that are current, with their end and whether cancel was asked for."""
+        t = self._t
+        return sa.select(t.id, t.token, t.cancel_mark, t.lease_until).where(*self._held())
+
+    @cached_property
+    def insert_session(self) -> Statement:
+        """Register a holder."""
+        return sa.insert(self.tables.sessions).values(
+            started_at=self.now, until_=self.now + sa.bindparam("p_ttl", type_=sa.BigInteger)
+        )
+
+    @cached_property
+    def renew_session(self) -> Statement:
+        """Extend all leases of a holder: one row, however many they are."""
+        return (
+            sa.update(self.tables.sessions)
+            .where(self.tables.sessions.c.id == sa.bindparam("p_id"))
+            .values(until_=self.now + sa.bindparam("p_ttl", type_=sa.BigInteger))
+        )
+
+    @cached_property
+    def session_leases(self) -> Statement:
+        """What a holder holds."""
+        t = self._t
+        return sa.select(t.id, t.token, t.cancel_mark, t.queue).where(
+            t.session == sa.bindparam("p_id"), t.state == sa.literal_column("'running'")
+        )
+
+    @cached_property
+    def lock_session_leases(self) -> Statement:
+        """What a holder holds, locked in id order."""
+        t = self._t
+        query = sa.select(t.id, t.queue, t.state, t.linked, t.cancel_mark).where(
+            t.session == sa.bindparam("p_id"), t.state == sa.literal_column("'running'")
+        )
+        return self._locking(query.order_by(t.id), skip=False)
+
+    @cached_property
+    def delete_session(self) -> Statement:
+        """Forget a holder."""
+        return sa.delete(self.tables.sessions).where(self.tables.sessions.c.id == sa.bindparam("p_id"))
+
+    @cached_property
+    def dead_sessions(self) -> Statement:
+        """Holders whose time is over; locked, so that none is renewed while its leases are taken back."""
+        s = self.tables.sessions.c
+        query = sa.select(s.id).where(s.until_ < self.now).limit(200)
+        return query.with_for_update(skip_locked=True)
+
+    @cached_property
+    def pick_lost(self) -> Statement:
+        """Leases without a holder that have run out."""
+        return self._lost(self._t.session.is_(None))
+
+    @cached_property
+    def pick_orphaned(self) -> Statement:
+        """Leases of dead holders (p_sessions) that have run out."""
+        return self._lost(_in(self._t.session, "p_sessions"))
+
+    @cached_property
+    def pick_stray(self) -> Statement:
+        """Leases of holders that are not in the table any more."""
+        s = self.tables.sessions.c
+        return self._lost(self._t.session.is_not(None) & ~sa.exists().where(s.id == self._t.session))
+
+    def _lost(self, whose: sa.ColumnElement[bool]) -> Statement:
+        t = self._t
+        query = sa.select(t.id, t.queue, t.state, t.linked, t.cancel_mark, t.lease_lost).where(
+            whose, t.state == sa.literal_column("'running'"), t.lease_until < self.now
+        )
+        return self._locking(query.limit(sa.bindparam("p_limit")), skip=True)
+
+    # -- keeping tidy -------------------------------------------------------------------------------
+
+    @cached_property
+    def pick_old(self) -> Statement:
+        """Final rows past their keeping time (p_completed, p_failed: ms) that no blocked row waits for."""
+        t, d = self._t, self.tables.deps.c
+        child = self.tables.tasks.alias("child")
+        needed = sa.exists().where(
+            d.parent_id == t.id, child.c.id == d.child_id, child.c.state == State.BLOCKED.value
+        )
+        plain = (t.state == State.COMPLETED.value) & t.key_.is_(None)
+        keep = sa.case(
+            (plain, sa.bindparam("p_completed", type_=sa.BigInteger)),
+            else_=sa.bindparam("p_failed", type_=sa.BigInteger),
+        )
+        query = sa.select(t.id, t.linked).where(t.finished_at.is_not(None), t.finished_at < self.now - keep, ~needed)
+        return self._locking(query.order_by(t.finished_at).limit(sa.bindparam("p_limit")), skip=True)
+
+    @cached_property
+    def delete_old_sessions(self) -> Statement:
+        """Forget holders that died p_age ms ago and hold nothing."""
+        s = self.tables.sessions.c
+        holds = sa.exists().where(self._t.session == s.id)
+        return sa.delete(self.tables.sessions).where(
+            s.until_ < self.now - sa.bindparam("p_age", type_=sa.BigInteger), ~holds
+        )
+
+    @cached_property
+    def delete_old_quotas(self) -> Statement:
+        """Forget windows that closed p_age ms ago."""
+        q = self.tables.quotas.c
+        return sa.delete(self.tables.quotas).where(
+            q.window_start + q.window_ms < self.now - sa.bindparam("p_age", type_=sa.BigInteger)
+        )
+
+    # -- control ------------------------------------------------------------------------------------
+
+    @cached_property
+    def lock_task(self) -> Statement:
+        """One row, locked."""
+        t = self._t
+        query = sa.select(*[column for column in t if column.name != "result"])
+        return self._locking(query.where(t.id == sa.bindparam("p_id")), skip=False)
+
+    @cached_property
+    def mark_canceled(self) -> Statement:
+        """Ask the holder of a running row to stop."""
+        return sa.update(self.tables.tasks).where(self._t.id == sa.bindparam("p_id")).values(cancel_mark=1)
+
+    @cached_property
+    def replayed_by(self) -> Statement:
+        """The execution that replays p_id."""
+        return sa.select(self._t.id).where(self._t.replay_of == sa.bindparam("p_id"))
+
+    @cached_property
+    def purge_plain(self) -> Statement:
+        """Remove what waits in a queue and is linked to nothing."""
+        return sa.delete(self.tables.tasks).where(self._waiting(), self._t.linked == 0)
+
+    def _waiting(self) -> sa.ColumnElement[bool]:
+        # Two halves, each of which a partial index can serve.
+        t = self._t
+        queue = t.queue == sa.bindparam("p_queue")
+        return (queue & (t.lane == _lane(LANE_READY))) | (queue & (t.lane >= _lane(LANE_DELAYED)))
+
+    @cached_property
+    def purge_linked(self) -> Statement:
+        """What else waits in a queue, locked in id order."""
+        t = self._t
+        query = sa.select(t.id, t.queue, t.state).where(self._waiting())
+        return self._locking(query.order_by(t.id), skip=False)
+
+    @cached_property
+    def have_children(self) -> Statement:
+        """Which of the ids are parents."""
+        d = self.tables.deps.c
+        return sa.select(d.parent_id).distinct().where(_in(d.parent_id, "p_ids"))
+
+    # -- asking -------------------------------------------------------------------------------------
+
+    @cached_property
+    def get(self) -> Statement:
+        """One row."""
+        return sa.select(self.tables.tasks).where(self._t.id == sa.bindparam("p_id"))
+
+    @cached_property
+    def queue_lens(self) -> Statement:
+        """Pending and retrying rows per queue, of the queues named."""
+        t = self._t
+
+        def part(lane: int) -> sa.Select[Any]:
+            query = sa.select(t.queue, sa.func.count()).where(_in(t.queue, "p_queues"), t.lane == _lane(lane))
+            return query.group_by(t.queue)
+
+        return sa.union_all(part(LANE_READY), part(LANE_DELAYED))
+
+    @cached_property
+    def counts(self) -> Statement:
+        """Rows per type and state."""
+        t = self._t
+        return sa.select(t.type, t.state, sa.func.count()).group_by(t.type, t.state)
+
+    # -- quotas -------------------------------------------------------------------------------------
+
+    @cached_property
+    def current_time(self) -> Statement:
+        """The time that decides."""
+        return sa.select(self.now)
+
+    @cached_property
+    def new_quota(self) -> Statement:
+        """Make the row of a key, empty, unless there is one."""
+        return self.dialect.insert_or_ignore(self.tables.quotas)
+
+    @cached_property
+    def reserve(self) -> Statement:
+        """Take p_n of the window's quota; changes no row when there is not enough or the window is older."""
+        q = self.tables.quotas.c
+        start = sa.bindparam("p_start", type_=sa.BigInteger)
+        number = sa.bindparam("p_n", type_=sa.BigInteger)
+        limit = sa.bindparam("p_limit", type_=sa.BigInteger)
+        fits = sa.case((q.window_start == start, q.used + number <= limit), else_=number <= limit)
+        return (
+            sa.update(self.tables.quotas)
+            .where(
+                q.key_ == sa.bindparam("p_key"), q.window_ms == sa.bindparam("p_window"), q.window_start <= start, fits
+            )
+            # In this order: one database assigns from left to right, seeing what it has assigned.
+            .ordered_values(
+                (q.used, sa.case((q.window_start == start, q.used + number), else_=number)), (q.window_start, start)
+            )
+        )
+
+    @cached_property
+    def release(self) -> Statement:
+        """Give p_n back to the window they were taken from."""
+        q = self.tables.quotas.c
+        number = sa.bindparam("p_n", type_=sa.BigInteger)
+        return (
+            sa.update(self.tables.quotas)
+            .where(
+                q.key_ == sa.bindparam("p_key"),
+                q.window_ms == sa.bindparam("p_window"),
+                q.window_start == sa.bindparam("p_start"),
+                q.used >= number,
+            )
+            .values(used=q.used - number)
+        )
