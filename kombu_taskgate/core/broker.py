@@ -36,8 +36,9 @@ Notify = Callable[[StateChange], None]
 class Broker(Protocol):
     """A lease/heartbeat/reap broker."""
 
-    #: Queues, exchanges and bindings that all processes share.
-    topology: Topology
+    @property
+    def topology(self) -> Topology:
+        """Queues, exchanges and bindings that all processes share."""
 
     # -- publishing ---------------------------------------------------------------------------------
 

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .broker import Broker, Notify
 from .clock import Clock
 from .errors import ConfigError
 from .settings import BrokerSettings
 
+if TYPE_CHECKING:
+    from .memory import MemoryStore
+
 #: URL name of the broker that lives in this process only.
 MEMORY = "memory"
 
-_lock = threading.Lock()
+
+class _Guard:
+    """The lock of this module; a forked child makes its own."""
+
+    lock = threading.Lock()
+
+
+_guard = _Guard()
+_stores: dict[str, MemoryStore] = {}
 _shared: dict[tuple[str, str], _Shared] = {}
 
 
@@ -32,7 +43,7 @@ def open_broker(settings: BrokerSettings, *, clock: Clock | None = None, notify:
     if clock is not None or notify is not None:
         return _create(settings, clock, notify)
     name = (settings.url, repr(settings))  # the repr leaves the URL out: it may hold a password
-    with _lock:
+    with _guard.lock:
         shared = _shared.get(name)
         if shared is None:
             shared = _shared[name] = _Shared(name)
@@ -42,7 +53,7 @@ def open_broker(settings: BrokerSettings, *, clock: Clock | None = None, notify:
     except BaseException:
         shared.release()
         raise
-    return _Handle(shared)  # type: ignore[return-value]  # it passes everything on to a Broker
+    return _Handle(shared)
 
 
 def _create(settings: BrokerSettings, clock: Clock | None, notify: Notify | None) -> Broker:
@@ -50,9 +61,11 @@ def _create(settings: BrokerSettings, clock: Clock | None, notify: Notify | None
     if not scheme or "://" not in settings.url:
         raise ConfigError("the broker URL must look like taskgate+dialect://…, for example taskgate+sqlite:///app.db")
     if scheme == MEMORY:
-        from .memory import MemoryBroker, store_named
+        from .memory import MemoryBroker, MemoryStore
 
-        return MemoryBroker(settings, store=store_named(settings.url), clock=clock, notify=notify)
+        # One store per name for as long as the process lives, as a database would be.
+        store = _stores.setdefault(f"{settings.url} {settings.table_prefix}", MemoryStore())
+        return MemoryBroker(settings, store=store, clock=clock, notify=notify)
     # Imported late: SQLAlchemy takes a while, and memory:// does not need it.
     from .sql import SqlBroker
 
@@ -74,7 +87,7 @@ class _Shared:
                 self.broker = _create(settings, None, None)
 
     def release(self) -> None:
-        with _lock:
+        with _guard.lock:
             self.users -= 1
             last = self.users == 0
             if last and _shared.get(self.name) is self:
@@ -101,8 +114,7 @@ class _Handle:
 
 
 def _after_fork() -> None:
-    global _lock
-    _lock = threading.Lock()
+    _guard.lock = threading.Lock()
     for shared in _shared.values():
         shared._lock = threading.Lock()
 

@@ -20,6 +20,7 @@ LANE_READY = 1
 LANE_DELAYED = 2
 LANE_BLOCKED = 3
 
+
 def _name(key: str, **options: Any) -> sa.Column[str]:
     return sa.Column(key, sa.String(MAX_NAME), **options)
 
@@ -119,9 +120,7 @@ class Tables:
 
     def _claim_index(self) -> sa.Index:
         # "lane" leads for databases without partial indexes; in the others it is a constant in a short index.
-        return self._index(
-            "tasks_claim", "lane", "queue", "rank_", "run_at", "id", where=f"lane = {LANE_READY}"
-        )
+        return self._index("tasks_claim", "lane", "queue", "rank_", "run_at", "id", where=f"lane = {LANE_READY}")
 
     def _deps(self) -> sa.Table:
         return self._table(

@@ -77,9 +77,7 @@ class Statements:
         finished = sa.case(
             (sa.bindparam("p_final", type_=sa.SmallInteger) == 1, self.now), else_=sa.null().cast(sa.BigInteger)
         )
-        return sa.insert(self.tables.tasks).values(
-            run_at=run_at, lane=lane, created_at=self.now, finished_at=finished
-        )
+        return sa.insert(self.tables.tasks).values(run_at=run_at, lane=lane, created_at=self.now, finished_at=finished)
 
     @cached_property
     def insert_ready(self) -> sa.Insert:
@@ -108,9 +106,7 @@ class Statements:
     def newest_of_key(self) -> Statement:
         """Newest execution of a business key."""
         t = self._t
-        return (
-            sa.select(t.id, t.state, t.seq).where(t.key_ == sa.bindparam("p_key")).order_by(t.seq.desc()).limit(1)
-        )
+        return sa.select(t.id, t.state, t.seq).where(t.key_ == sa.bindparam("p_key")).order_by(t.seq.desc()).limit(1)
 
     @cached_property
     def exists(self) -> Statement:
@@ -137,13 +133,22 @@ class Statements:
 
     def ready_queues(self, number: int) -> Statement:
         """Which of ``number`` queues (p_q0, p_q1, …) have something to claim."""
+        return sa.union_all(*self._ready_places(number))
+
+    def anything(self, number: int) -> Statement:
+        """As ready_queues, and -1 when a delayed row is due: a look that locks nothing."""
+        due = sa.exists().where(self._t.lane == _lane(LANE_DELAYED), self._t.run_at <= self.now)
+        delayed = sa.select(sa.literal_column("-1", sa.Integer).label("place")).where(due)
+        return sa.union_all(*self._ready_places(number), delayed)
+
+    def _ready_places(self, number: int) -> list[sa.Select[Any]]:
         t = self._t
         parts = []
         for place in range(number):
             name = sa.bindparam(f"p_q{place}", type_=sa.String)
             ready = sa.exists().where(t.lane == _lane(LANE_READY), t.queue == name)
             parts.append(sa.select(sa.literal_column(str(place), sa.Integer).label("place")).where(ready))
-        return sa.union_all(*parts)
+        return parts
 
     @property
     def _claimed(self) -> list[sa.ColumnElement[Any]]:
@@ -222,9 +227,7 @@ class Statements:
         """Settle leases whose rows nobody else needs; returns which."""
         t = self._t
         return (
-            sa.delete(self.tables.tasks)
-            .where(*self._held(), t.linked == 0, t.key_.is_(None))
-            .returning(t.id, t.token)
+            sa.delete(self.tables.tasks).where(*self._held(), t.linked == 0, t.key_.is_(None)).returning(t.id, t.token)
         )
 
     @cached_property
@@ -264,9 +267,7 @@ class Statements:
     @cached_property
     def uncount_delivery(self) -> Statement:
         """Take back the delivery of a claim that reached nobody."""
-        return (
-            sa.update(self.tables.tasks).where(_in(self._t.id, "p_ids")).values(deliveries=self._t.deliveries - 1)
-        )
+        return sa.update(self.tables.tasks).where(_in(self._t.id, "p_ids")).values(deliveries=self._t.deliveries - 1)
 
     @cached_property
     def count_failure(self) -> Statement:
@@ -293,9 +294,7 @@ class Statements:
         run_at = sa.func.coalesce(
             sa.bindparam("p_run_at", type_=sa.BigInteger), self.now + sa.bindparam("p_delay", type_=sa.BigInteger)
         )
-        return self._give_back(
-            State.RETRYING, run_at, sa.case((run_at > self.now, LANE_DELAYED), else_=LANE_READY)
-        )
+        return self._give_back(State.RETRYING, run_at, sa.case((run_at > self.now, LANE_DELAYED), else_=LANE_READY))
 
     @cached_property
     def give_back(self) -> Statement:
@@ -305,9 +304,7 @@ class Statements:
     @cached_property
     def count_loss(self) -> Statement:
         """One more lost lease."""
-        return (
-            sa.update(self.tables.tasks).where(_in(self._t.id, "p_ids")).values(lease_lost=self._t.lease_lost + 1)
-        )
+        return sa.update(self.tables.tasks).where(_in(self._t.id, "p_ids")).values(lease_lost=self._t.lease_lost + 1)
 
     @cached_property
     def delete_tasks(self) -> Statement:
@@ -469,9 +466,7 @@ class Statements:
         """Final rows past their keeping time (p_completed, p_failed: ms) that no blocked row waits for."""
         t, d = self._t, self.tables.deps.c
         child = self.tables.tasks.alias("child")
-        needed = sa.exists().where(
-            d.parent_id == t.id, child.c.id == d.child_id, child.c.state == State.BLOCKED.value
-        )
+        needed = sa.exists().where(d.parent_id == t.id, child.c.id == d.child_id, child.c.state == State.BLOCKED.value)
         plain = (t.state == State.COMPLETED.value) & t.key_.is_(None)
         keep = sa.case(
             (plain, sa.bindparam("p_completed", type_=sa.BigInteger)),

@@ -41,7 +41,13 @@ class MySQL(Dialect):
     def engine_options(self, url: sa.URL, settings: BrokerSettings) -> dict[str, Any]:
         arguments: dict[str, Any] = {}
         if url.drivername.endswith(("+pymysql", "+mysqldb")):
-            arguments = {"connect_timeout": max(1, round(settings.connect_timeout)), "charset": "utf8mb4"}
+            arguments = {
+                "connect_timeout": max(1, round(settings.connect_timeout)),
+                "charset": "utf8mb4",
+                # A peer that vanished without a word is noticed; longer than the server waits for a lock (50 s).
+                "read_timeout": 75,
+                "write_timeout": 75,
+            }
         return {"connect_args": {name: value for name, value in arguments.items() if name not in url.query}}
 
     def on_connect(self, connection: DBAPIConnection, settings: BrokerSettings) -> None:
@@ -67,9 +73,7 @@ class MySQL(Dialect):
 
     def server_now(self) -> sa.ColumnElement[int]:
         # UTC throughout: no session time zone, no hour that comes twice.
-        return sa.literal_column(
-            "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(3)) DIV 1000", sa.BigInteger
-        )
+        return sa.literal_column("TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(3)) DIV 1000", sa.BigInteger)
 
     def classify(self, error: sa.exc.DBAPIError) -> Verdict:
         arguments = getattr(error.orig, "args", ())

@@ -51,6 +51,7 @@ class PostgreSQL(Dialect):
             "keepalives_idle": 10,
             "keepalives_interval": 5,
             "keepalives_count": 3,
+            "tcp_user_timeout": 30_000,
         }
         arguments = {name: value for name, value in arguments.items() if name not in url.query}
         if url.drivername.endswith("+psycopg"):

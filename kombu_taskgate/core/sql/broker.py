@@ -14,6 +14,7 @@ from .. import migrations, urls
 from ..broker import Notify
 from ..clock import Clock, to_ms
 from ..database import Database
+from ..dialects.base import Dialect
 from ..errors import ConfigError, LeaseLost, TaskCanceled, TaskNotFound
 from ..model import (
     Claim,
@@ -35,7 +36,7 @@ from ..statements import Statements
 from ..wakeup import Wakeup
 from . import claim, control, leases, publish, queries, quota, settle
 from .topology import SqlTopology
-from .work import Work
+from .work import Work, repeat
 
 logger = logging.getLogger("kombu_taskgate.broker")
 T = TypeVar("T")
@@ -77,10 +78,11 @@ class SqlBroker:
         self._extend = self.sql.extend(ttls, to_ms(settings.lease_ttl))
         self._wakeup = Wakeup()
         self._turn = 0
+        self._quiet = False
         self._promoted_at = 0.0
         self._strays_at = 0.0
 
-    def _inspect(self, dialect: urls.Dialect) -> None:
+    def _inspect(self, dialect: Dialect) -> None:
         def work(conn: sa.Connection) -> None:
             dialect.check_server(conn, self.settings)
             server = dialect.max_payload(conn)
@@ -120,10 +122,10 @@ class SqlBroker:
             except Exception:
                 logger.exception("the notify callback raised for %s; the change itself is stored", change)
 
-    def _settled(self, asked: Sequence[Lease]) -> Callable[[sa.Connection, list[Lease]], bool]:
+    def _settled(self, asked: Sequence[Lease]) -> Callable[[sa.Connection, Sequence[Lease]], bool]:
         """Did a settling commit take effect? Then none of the leases that it did not refuse is current."""
 
-        def confirm(conn: sa.Connection, refused: list[Lease]) -> bool:
+        def confirm(conn: sa.Connection, refused: Sequence[Lease]) -> bool:
             stale = {(lease.id, lease.token) for lease in refused}
             done = [lease for lease in asked if (lease.id, lease.token) not in stale]
             return not done or settle.count_current(conn, self.sql.count_held, done) == 0
@@ -146,9 +148,7 @@ class SqlBroker:
         def stored(conn: sa.Connection, ids: list[int]) -> bool:
             return bool(conn.execute(self.sql.exists, {"p_ids": ids[:1]}).scalar_one())
 
-        ids = self._run(
-            lambda work: publish.enqueue(work, tasks, returning=self._insert_returning), confirm=stored
-        )
+        ids = self._run(lambda work: publish.enqueue(work, tasks, returning=self._insert_returning), confirm=stored)
         self.wake()
         return ids
 
@@ -209,9 +209,17 @@ class SqlBroker:
                 return settle.count_current(conn, self.sql.count_held, claims) > 0
             return self._settled(leases)(conn, refused)
 
-        if not leases and not names:
+        if not leases and (not names or (self._quiet and not self._anything(names))):
             return [], []
-        return self._run(part, confirm=done)
+        result = self._run(part, confirm=done)
+        self._quiet = bool(names) and not result[1]
+        return result
+
+    def _anything(self, queues: Sequence[str]) -> bool:
+        """A look without a transaction, for when the last claim found nothing: an idle worker locks nothing."""
+        statement = self.sql.anything(len(queues))
+        parameters = self.sql.time(**claim.queue_parameters(queues))
+        return self.database.read(lambda conn: conn.execute(statement, parameters).first()) is not None
 
     def _rotated(self, queues: list[str]) -> list[str]:
         """Start with another queue each time, so that the first does not always get the odd one."""
@@ -304,21 +312,19 @@ class SqlBroker:
         return self._heartbeat(leases)[0] if leases else HeartbeatResult()
 
     def _heartbeat(self, held: Sequence[Lease]) -> tuple[HeartbeatResult, dict[int, int]]:
-        return self._run(
-            lambda work: leases.heartbeat_many(work, held, self._extend), confirm=_again, reserved=True
-        )
+        return self._run(lambda work: leases.heartbeat_many(work, held, self._extend), confirm=repeat, reserved=True)
 
     def open_session(self, owner: str, ttl: float) -> Session:
         """See the contract."""
-        return self._run(lambda work: leases.open_session(work, owner, ttl), confirm=_again, reserved=True)
+        return self._run(lambda work: leases.open_session(work, owner, ttl), confirm=repeat, reserved=True)
 
     def renew_session(self, session: Session) -> Renewal:
         """See the contract."""
-        return self._run(lambda work: leases.renew_session(work, session), confirm=_again, reserved=True)
+        return self._run(lambda work: leases.renew_session(work, session), confirm=repeat, reserved=True)
 
     def close_session(self, session: Session) -> int:
         """See the contract."""
-        number = self._run(lambda work: leases.close_session(work, session), confirm=_again)
+        number = self._run(lambda work: leases.close_session(work, session), confirm=repeat)
         self.wake()
         return number
 
@@ -328,7 +334,7 @@ class SqlBroker:
         stray = self._clock is not None or now - self._strays_at >= STRAY_EVERY
         total = 0
         while True:
-            number = self._run(lambda work: leases.reap(work, stray=stray), confirm=_again)
+            number = self._run(lambda work: leases.reap(work, stray=stray), confirm=repeat)
             total += number
             if number < leases.REAP:
                 break
@@ -340,7 +346,7 @@ class SqlBroker:
 
     def prune(self, limit: int = 1000) -> int:
         """See the contract."""
-        return self._run(lambda work: control.prune(work, limit), confirm=_again)
+        return self._run(lambda work: control.prune(work, limit), confirm=repeat)
 
     # -- control -------------------------------------------------------------------------------------
 
@@ -403,9 +409,7 @@ class SqlBroker:
     def explain_claim(self, queue: str) -> str:
         """The database's plan for a claim from the queue, as text: for tests and for people who tune."""
         parameters = self.sql.time(p_queue=queue, p_limit=10)
-        return self.database.read(
-            lambda conn: self.database.dialect.explain(conn, self.sql.claim_pick, parameters)
-        )
+        return self.database.read(lambda conn: self.database.dialect.explain(conn, self.sql.claim_pick, parameters))
 
     def wake(self) -> None:
         """See the contract."""
@@ -415,11 +419,6 @@ class SqlBroker:
         """See the contract."""
         self.wake()
         self.database.dispose()
-
-
-def _again(conn: sa.Connection, result: object) -> bool:
-    """For work that does no harm when it is done twice: after a commit whose outcome is unknown, repeat it."""
-    return False
 
 
 def _refuse(refused: Sequence[Lease]) -> None:

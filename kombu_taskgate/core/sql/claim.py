@@ -5,11 +5,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from ..clock import to_ms
 from ..model import Claim, Reason, Session, State
-from ..schema import LANE_NONE
 from ..statements import TOKEN_STEP
 from .links import finish
 from .work import Work
@@ -42,11 +42,15 @@ def promote(work: Work) -> int:
     return len(ids)
 
 
+def queue_parameters(queues: Sequence[str]) -> dict[str, str]:
+    """Parameters of the statements that ask for several queues at once."""
+    return {f"p_q{place}": name for place, name in enumerate(queues)}
+
+
 def claim(work: Work, queues: Sequence[str], limit: int, claimer: Claimer) -> list[Claim]:
     """Up to ``limit`` rows of the queues, in the order in which the queues are given a share."""
     if len(queues) > 1:
-        names = {f"p_q{place}": name for place, name in enumerate(queues)}
-        ready = sorted(work.run(work.sql.ready_queues(len(queues)), **names).scalars())
+        ready = sorted(work.run(work.sql.ready_queues(len(queues)), **queue_parameters(queues)).scalars())
         queues = [queues[place] for place in ready]
     claims: list[Claim] = []
     full = list(queues)
@@ -96,8 +100,9 @@ def _drop_expired(work: Work, queue: str) -> None:
 
 def _take(work: Work, queue: str, limit: int, claimer: Claimer) -> list[Any]:
     """Lease rows; sorted, since an UPDATE returns them in any order."""
+    low = secrets.randbelow(TOKEN_STEP)
     lease = {
-        "p_low": secrets.randbelow(TOKEN_STEP),
+        "p_low": low,
         "p_owner": claimer.owner[:255],
         "p_session": None if claimer.session is None else claimer.session.id,
         "p_ttl": to_ms(work.settings.ttl_of(queue)),
@@ -108,20 +113,13 @@ def _take(work: Work, queue: str, limit: int, claimer: Claimer) -> list[Any]:
     picked = work.run_timed(work.sql.claim_pick, p_queue=queue, p_limit=limit).all()
     if picked:
         work.run_timed(work.sql.claim_take, p_ids=[row.id for row in picked], **lease)
-    return [_Taken(row, lease["p_low"]) for row in picked]
+    return [_as_taken(row, low) for row in picked]
 
 
-class _Taken:
-    """A row locked by claim_pick as claim_take has changed it."""
-
-    def __init__(self, row: Any, low: int) -> None:
-        self._row = row
-        self.token = row.token - row.token % TOKEN_STEP + TOKEN_STEP + low
-        self.deliveries = row.deliveries + 1
-        self.lane = LANE_NONE
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._row, name)
+def _as_taken(row: Any, low: int) -> Any:
+    """A row locked by claim_pick as claim_take has changed it; its state is still the one before."""
+    token = row.token - row.token % TOKEN_STEP + TOKEN_STEP + low
+    return SimpleNamespace(**{**row._asdict(), "token": token, "deliveries": row.deliveries + 1})
 
 
 def _claim_of(row: Any, claimer: Claimer, ttl: float) -> Claim:

@@ -6,6 +6,7 @@ from ..clock import to_ms
 from ..errors import AlreadyFinal, AlreadyReplayed, CompletedNotAllowed, ReplayNotFinal, TaskNotFound
 from ..model import FINAL, Reason, State
 from ..schema import LANE_READY
+from . import publish
 from .links import finish, remove
 from .work import Work
 
@@ -44,7 +45,8 @@ def replay(work: Work, id: int, payload: bytes | None, *, allow_completed: bool)
     copied = {
         name: getattr(row, name)
         for name in (
-            "queue", "rank_", "type", "task_id", "root_id", "parent_task_id", "group_id", "key_", "max_retry", "fail_fast"
+            "queue", "rank_", "type", "task_id", "root_id", "parent_task_id", "group_id", "key_", "max_retry",
+            "fail_fast",
         )
     }  # fmt: skip
     done = work.run_timed(
@@ -59,7 +61,7 @@ def replay(work: Work, id: int, payload: bytes | None, *, allow_completed: bool)
         p_lane=LANE_READY,
         p_final=0,
     )
-    new = int(done.inserted_primary_key[0])
+    new = publish.new_id(done)
     work.stored(new, row.queue, State.PENDING)
     return new
 

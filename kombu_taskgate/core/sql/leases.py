@@ -18,7 +18,9 @@ from .work import Work, chunks
 REAP = 500
 
 
-def heartbeat_many(work: Work, leases: Sequence[Lease], extend: sa.Executable) -> tuple[HeartbeatResult, dict[int, int]]:
+def heartbeat_many(
+    work: Work, leases: Sequence[Lease], extend: sa.Executable
+) -> tuple[HeartbeatResult, dict[int, int]]:
     """Extend leases; returns what was found and each lease's new end, by id."""
     found = HeartbeatResult()
     ends: dict[int, int] = {}

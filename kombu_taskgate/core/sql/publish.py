@@ -93,12 +93,13 @@ def _enqueue_one(work: Work, task: NewTask) -> int:
         )
         if parents:
             _link(work, done, parents)
-    id = _new_id(done)
+    id = new_id(done)
     work.stored(id, task.queue, state)
     return id
 
 
-def _new_id(done: Any) -> int:
+def new_id(done: Any) -> int:
+    """The id that an INSERT gave."""
     return int(done.inserted_primary_key[0])
 
 
@@ -135,7 +136,7 @@ def _first_state(work: Work, task: NewTask, parents: Sequence[int]) -> tuple[Sta
 
 
 def _link(work: Work, done: Any, parents: Sequence[int]) -> None:
-    child = _new_id(done)
+    child = new_id(done)
     for part in chunks(parents):
         work.run(work.sql.link, p_ids=part)
         work.conn.execute(work.sql.insert_dep, [{"child_id": child, "parent_id": id} for id in part])

@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from ..settings import check_name
 from ..statements import Statements
 from ..topology import Binding, Exchange, Queue
-from .work import chunks
+from .work import chunks, repeat
 
 
 class SqlTopology:
@@ -160,7 +160,7 @@ class SqlTopology:
             conn.execute(statement, dict(row))
 
         # Storing it twice does no harm, so a commit whose outcome is unknown is simply repeated.
-        self._database.transaction(work, confirm=lambda conn, result: False)
+        self._database.transaction(work, confirm=repeat)
 
 
 def _exchange(row: sa.Row[Any]) -> Exchange:

@@ -23,6 +23,11 @@ def chunks(items: Sequence[T]) -> Iterator[Sequence[T]]:
         yield items[start : start + CHUNK]
 
 
+def repeat(conn: sa.Connection, result: object) -> bool:
+    """For work that does no harm when it is done twice: after a commit whose outcome is unknown, do it again."""
+    return False
+
+
 class Work:
     """One transaction: its connection, the statements, and the state changes to announce after commit."""
 
@@ -37,11 +42,11 @@ class Work:
 
     def run(self, statement: sa.Executable, **parameters: Any) -> sa.CursorResult[Any]:
         """Run a statement that does not ask for the time."""
-        return self.conn.execute(statement, parameters)  # type: ignore[return-value]  # every statement here has a cursor
+        return self.conn.execute(statement, parameters)
 
     def run_timed(self, statement: sa.Executable, **parameters: Any) -> sa.CursorResult[Any]:
         """Run a statement that asks for the time."""
-        return self.conn.execute(statement, self.sql.time(**parameters))  # type: ignore[return-value]  # as above
+        return self.conn.execute(statement, self.sql.time(**parameters))
 
     def changed(self, rows: Iterable[Any], after: State) -> None:
         """Note that rows (id, queue, state) have a new state."""
