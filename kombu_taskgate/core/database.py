@@ -2,7 +2,8 @@
 
 Connections are in autocommit mode; a transaction is begun by name. A broken transaction is run again as a
 whole, so what runs in one must have no other effects. After a fork the child forgets the parent's
-connections without closing them (the parent still uses those sockets) and opens its own.
+connections without closing them (the parent still uses those sockets) and opens its own; where even that is
+not safe, connections are closed before the fork.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from sqlalchemy.pool import QueuePool
 
 from .dialects.base import Dialect, Verdict
 from .errors import ConfigError, StoreUnavailable
+from .forkgate import ForkGate
 from .settings import BrokerSettings
 
 logger = logging.getLogger("kombu_taskgate.database")
@@ -67,6 +69,8 @@ class Database:
         self.url = url
         #: Test hook, called with "before_commit" and "after_commit" around each commit.
         self.fault: Callable[[str], None] | None = None
+        self._begin = dialect.begin_with(settings)
+        self._gate = None if dialect.survives_fork else ForkGate()
         self._reset()
         _databases.add(self)
 
@@ -74,10 +78,22 @@ class Database:
         self._lock = threading.Lock()
         self._engines: dict[bool, sa.Engine] = {}
 
-    def abandon(self) -> None:
-        """In a forked child: forget the parent's connections without touching them."""
+    def before_fork(self) -> None:
+        """Close all connections where a process that has some must not fork."""
+        if self._gate is not None and self._gate.shut():
+            self.dispose()
+
+    def after_fork_in_parent(self) -> None:
+        """Go on."""
+        if self._gate is not None:
+            self._gate.open()
+
+    def after_fork_in_child(self) -> None:
+        """Forget the parent's connections without touching them."""
         _inherited.extend(self._engines.values())
         self._reset()
+        if self._gate is not None:
+            self._gate.reset()
 
     @property
     def shown(self) -> str:
@@ -152,7 +168,7 @@ class Database:
             StoreUnavailable: the database can't be reached or refuses; says when the outcome is unknown.
             ConfigError: it will never do this (rights, read-only file, wrong password, missing table).
         """
-        return self._repeat(lambda: self._once(work, begin=self.dialect.begin, reserved=reserved), confirm)
+        return self._repeat(lambda: self._once(work, begin=self._begin, reserved=reserved), confirm)
 
     def _repeat(self, attempt: Callable[[], T], confirm: Callable[[sa.Connection, T], bool] | None) -> T:
         deadline = time.monotonic() + self.settings.busy_timeout
@@ -206,6 +222,12 @@ class Database:
         raise AssertionError("unreachable")
 
     def _once(self, work: Callable[[sa.Connection], T], *, begin: str | None, reserved: bool) -> T:
+        if self._gate is None:
+            return self._attempt(work, begin=begin, reserved=reserved)
+        with self._gate.inside():
+            return self._attempt(work, begin=begin, reserved=reserved)
+
+    def _attempt(self, work: Callable[[sa.Connection], T], *, begin: str | None, reserved: bool) -> T:
         result: T
         with self._engine(reserved=reserved).connect() as conn:
             if begin is None:
@@ -274,9 +296,19 @@ def _was_connected(error: BaseException) -> bool:
     return isinstance(error, InjectedDisconnect) or getattr(error, "statement", None) is not None
 
 
-def _abandon_all() -> None:
+def _before_fork() -> None:
     for database in list(_databases):
-        database.abandon()
+        database.before_fork()
 
 
-os.register_at_fork(after_in_child=_abandon_all)
+def _after_fork_in_parent() -> None:
+    for database in list(_databases):
+        database.after_fork_in_parent()
+
+
+def _after_fork_in_child() -> None:
+    for database in list(_databases):
+        database.after_fork_in_child()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

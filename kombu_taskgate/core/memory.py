@@ -65,7 +65,7 @@ _FAIL_REASONS = {
     FailKind.SKIP: Reason.REJECTED,
 }
 _NAMES = ("type", "task_id", "root_id", "parent_task_id", "group_id")
-_REPLAYED = ("queue", *_NAMES, "priority", "key", "max_retry")
+_REPLAYED = ("queue", *_NAMES, "priority", "key", "max_retry", "fail_fast")
 #: Symmetric, because a store may keep the negative.
 _PRIORITIES = range(-(2**15) + 1, 2**15)
 
@@ -300,7 +300,8 @@ class MemoryBroker:
                 for expired in [r for r in ready if _expired(r, now)]:
                     self._end(expired, State.CANCELED, changes, Reason.EXPIRED)
             elif row.deliveries >= self.settings.max_deliveries:
-                self._end(row, State.FAILED, changes, Reason.MAX_DELIVERIES)
+                detail = f"delivered {row.deliveries} times without being settled"
+                self._end(row, State.FAILED, changes, Reason.MAX_DELIVERIES, detail)
             else:
                 return row
 
@@ -326,7 +327,7 @@ class MemoryBroker:
     def _complete(self, row: _Row, result: bytes | None, changes: Changes) -> None:
         row.result = result
         self._end(row, State.COMPLETED, changes)
-        if self.settings.keep_completed <= 0 and row.key is None:
+        if self.settings.keep_completed <= 0 and not _in_chain(row):
             del self._store.tasks[row.id]
 
     def fail(
@@ -339,6 +340,8 @@ class MemoryBroker:
         reason: Reason | None = None,
         detail: str | None = None,
     ) -> State:
+        if retry_at is not None and delay is not None:
+            raise ConfigError("retry_at and delay exclude each other: give one of them")
         with self._transaction() as changes:
             row = self._held(lease)
             if kind is FailKind.BUSINESS:
@@ -351,6 +354,8 @@ class MemoryBroker:
                 over = True
             if over:
                 self._end(row, State.FAILED, changes, reason or _FAIL_REASONS[kind], detail)
+            elif row.cancel_requested:
+                self._end(row, State.CANCELED, changes, Reason.CANCELED)
             else:
                 row.run_at = retry_at if retry_at is not None else self._now() + to_ms(delay or 0)
                 self._move(row, State.RETRYING, changes)
@@ -367,7 +372,10 @@ class MemoryBroker:
     def _give_back(self, row: _Row, delivered: bool, changes: Changes) -> None:
         if not delivered:
             row.deliveries -= 1
-        self._move(row, State.PENDING, changes)
+        if row.cancel_requested:  # nobody would tell the next holder in time
+            self._end(row, State.CANCELED, changes, Reason.CANCELED)
+        else:
+            self._move(row, State.PENDING, changes)
 
     def finish_canceled(self, lease: Lease) -> None:
         with self._transaction() as changes:
@@ -428,7 +436,8 @@ class MemoryBroker:
                     continue
                 row.lease_lost += 1
                 if row.lease_lost >= self.settings.lease_lost_max:
-                    self._end(row, State.FAILED, changes, Reason.LEASE_LOST)
+                    detail = f"{row.lease_lost} workers lost their lease on it"
+                    self._end(row, State.FAILED, changes, Reason.LEASE_LOST, detail)
                 else:
                     self._move(row, State.PENDING, changes)
             return len(gone)
@@ -451,7 +460,7 @@ class MemoryBroker:
             return len(old)
 
     def _kept_until(self, row: _Row) -> int:
-        short = row.state is State.COMPLETED and row.key is None
+        short = row.state is State.COMPLETED and not _in_chain(row)
         return (row.finished_at or 0) + to_ms(self.settings.keep_completed if short else self.settings.keep_failed)
 
     # -- control ------------------------------------------------------------------------------------
@@ -493,12 +502,16 @@ class MemoryBroker:
     def purge(self, queue: str) -> int:
         with self._transaction() as changes:
             waiting = [row for row in self._rows() if row.queue == queue and row.state in WAITING]
-            needed = [row for row in waiting if self._blocked_children(row)]
+            known = self._store.tasks.keys()
+            parents = {row.id for row in waiting if self._store.children.get(row.id, set()) & known}
             for row in waiting:
-                if row not in needed:
+                if row.id not in parents:
+                    self._move(row, State.CANCELED, changes)
                     del self._store.tasks[row.id]
-            for row in needed:
-                if row.state not in FINAL:
+            for row in waiting:
+                if (
+                    row.id in parents and row.state not in FINAL
+                ):  # an earlier one may have canceled it already, as its child
                     self._end(row, State.CANCELED, changes, Reason.CANCELED)
             return len(waiting)
 
@@ -760,6 +773,11 @@ _by_id = attrgetter("id")
 
 def _claim_order(row: Task) -> tuple[int, int, int]:
     return -row.priority, row.run_at, row.id
+
+
+def _in_chain(row: Task) -> bool:
+    """Whether a completed row has to stay, so that its key is known and what it replays is not replayed again."""
+    return row.key is not None or row.replay_of is not None
 
 
 def _expired(row: Task, now: int) -> bool:

@@ -85,6 +85,7 @@ class NewTask:
         run_at: instant (ms) before which it waits; ``None`` is now.
         delay: seconds from the database's now; only without ``run_at``.
         expires_at: instant (ms) from which it is dropped instead of claimed.
+        expires_in: the same in seconds from the database's now; with both, the earlier one counts.
         key: business key; at most one chain of executions has it.
         parents: ids that must complete first.
         fail_fast: canceled when a parent fails or is canceled; otherwise such a parent counts as done.
@@ -102,6 +103,7 @@ class NewTask:
     run_at: int | None = None
     delay: float | None = None
     expires_at: int | None = None
+    expires_in: float | None = None
     key: str | None = None
     parents: Sequence[int] = ()
     fail_fast: bool = True

@@ -77,7 +77,13 @@ class Statements:
         finished = sa.case(
             (sa.bindparam("p_final", type_=sa.SmallInteger) == 1, self.now), else_=sa.null().cast(sa.BigInteger)
         )
-        return sa.insert(self.tables.tasks).values(run_at=run_at, lane=lane, created_at=self.now, finished_at=finished)
+        at = sa.bindparam("p_expires_at", type_=sa.BigInteger)
+        until = self.now + sa.bindparam("p_expires_in", type_=sa.BigInteger)
+        # Comparisons with NULL are not true, so each of the two may be missing.
+        expires = sa.case((at <= until, at), else_=sa.func.coalesce(until, at))
+        return sa.insert(self.tables.tasks).values(
+            run_at=run_at, lane=lane, created_at=self.now, finished_at=finished, expires_at=expires
+        )
 
     @cached_property
     def insert_ready(self) -> sa.Insert:
@@ -227,7 +233,9 @@ class Statements:
         """Settle leases whose rows nobody else needs; returns which."""
         t = self._t
         return (
-            sa.delete(self.tables.tasks).where(*self._held(), t.linked == 0, t.key_.is_(None)).returning(t.id, t.token)
+            sa.delete(self.tables.tasks)
+            .where(*self._held(), t.linked == 0, t.key_.is_(None), t.replay_of.is_(None))
+            .returning(t.id, t.token)
         )
 
     @cached_property
@@ -235,7 +243,17 @@ class Statements:
         """Rows whose lease token is the current one, locked in id order."""
         t = self._t
         query = sa.select(
-            t.id, t.token, t.queue, t.state, t.linked, t.key_, t.cancel_mark, t.attempts, t.max_retry, t.throttled
+            t.id,
+            t.token,
+            t.queue,
+            t.state,
+            t.linked,
+            t.key_,
+            t.replay_of,
+            t.cancel_mark,
+            t.attempts,
+            t.max_retry,
+            t.throttled,
         )
         return self._locking(query.where(*self._held()).order_by(t.id), skip=False)
 
@@ -431,10 +449,11 @@ class Statements:
 
     @cached_property
     def dead_sessions(self) -> Statement:
-        """Holders whose time is over; locked, so that none is renewed while its leases are taken back."""
-        s = self.tables.sessions.c
-        query = sa.select(s.id).where(s.until_ < self.now).limit(200)
-        return query.with_for_update(skip_locked=True)
+        """Holders whose time is over and who hold something; locked, so that none is renewed meanwhile."""
+        s, t = self.tables.sessions.c, self._t
+        holds = sa.exists().where(t.session == s.id, t.state == sa.literal_column("'running'"))
+        query = sa.select(s.id).where(s.until_ < self.now, holds).limit(200)
+        return query.with_for_update(skip_locked=True, of=self.tables.sessions)
 
     @cached_property
     def pick_lost(self) -> Statement:
@@ -467,7 +486,7 @@ class Statements:
         t, d = self._t, self.tables.deps.c
         child = self.tables.tasks.alias("child")
         needed = sa.exists().where(d.parent_id == t.id, child.c.id == d.child_id, child.c.state == State.BLOCKED.value)
-        plain = (t.state == State.COMPLETED.value) & t.key_.is_(None)
+        plain = (t.state == State.COMPLETED.value) & t.key_.is_(None) & t.replay_of.is_(None)
         keep = sa.case(
             (plain, sa.bindparam("p_completed", type_=sa.BigInteger)),
             else_=sa.bindparam("p_failed", type_=sa.BigInteger),

@@ -40,6 +40,8 @@ class Dialect:
     #: Statement that begins a transaction that is going to write. The pool's connections are in autocommit
     #: mode, so that a single statement costs one round trip.
     begin: ClassVar[str] = "BEGIN"
+    #: Whether a process may fork while it has connections. If not, they are closed before.
+    survives_fork: ClassVar[bool] = True
     #: Whether SELECT … FOR UPDATE SKIP LOCKED means something; otherwise ``begin`` must exclude writers.
     skip_locked: ClassVar[bool] = True
     #: Words before a statement that make the database show its plan.
@@ -66,6 +68,10 @@ class Dialect:
             raise ConfigError(f"{backend} driver {named!r} is not supported: use one of {', '.join(known)}")
         missing = f"driver {named!r} is" if named else f"a driver ({' or '.join(known)}) is"
         raise ConfigError(f"{missing} not installed for {backend}: {self.install}")
+
+    def begin_with(self, settings: BrokerSettings) -> str:
+        """What begins a writing transaction whose waits for locks end after ``busy_timeout``."""
+        return self.begin
 
     def engine_options(self, url: sa.URL, settings: BrokerSettings) -> dict[str, Any]:
         """Keyword arguments for ``create_engine``, ``connect_args`` among them."""

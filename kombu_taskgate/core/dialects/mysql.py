@@ -44,9 +44,9 @@ class MySQL(Dialect):
             arguments = {
                 "connect_timeout": max(1, round(settings.connect_timeout)),
                 "charset": "utf8mb4",
-                # A peer that vanished without a word is noticed; longer than the server waits for a lock (50 s).
-                "read_timeout": 75,
-                "write_timeout": 75,
+                # A peer that vanished without a word is noticed; longer than the server waits for a lock.
+                "read_timeout": round(settings.busy_timeout) + 15,
+                "write_timeout": round(settings.busy_timeout) + 15,
             }
         return {"connect_args": {name: value for name, value in arguments.items() if name not in url.query}}
 
@@ -54,6 +54,7 @@ class MySQL(Dialect):
         cursor = connection.cursor()
         try:
             cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
+            cursor.execute(f"SET SESSION innodb_lock_wait_timeout = {max(1, round(settings.busy_timeout))}")
             # Strict: a value that does not fit is an error, never cut.
             cursor.execute("SET SESSION sql_mode = CONCAT(@@sql_mode, ',STRICT_ALL_TABLES')")
         finally:

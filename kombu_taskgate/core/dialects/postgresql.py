@@ -11,6 +11,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import insert
 
+from ..clock import to_ms
 from ..errors import ConfigError
 from ..settings import BrokerSettings
 from .base import Dialect, Verdict
@@ -42,6 +43,10 @@ class PostgreSQL(Dialect):
     def choose_driver(self, url: sa.URL) -> sa.URL:
         _, plus, driver = url.drivername.partition("+")
         return super().choose_driver(url.set(drivername=f"postgresql{plus}{driver}"))
+
+    def begin_with(self, settings: BrokerSettings) -> str:
+        # In the same round trip; of the transaction, so that a transaction-pooling proxy does not mind.
+        return f"{self.begin}; SET LOCAL lock_timeout = {to_ms(settings.busy_timeout)}"
 
     def engine_options(self, url: sa.URL, settings: BrokerSettings) -> dict[str, Any]:
         arguments: dict[str, Any] = {

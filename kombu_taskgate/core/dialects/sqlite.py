@@ -26,6 +26,9 @@ class SQLite(Dialect):
     drivers = (("pysqlite", "sqlite3"),)
     install = "this Python was built without its sqlite3 module; use a Python that has it"
     begin = "BEGIN IMMEDIATE"
+    # Its library keeps the locks of a process in memory: a child that opens the file again would believe that it
+    # holds what the parent holds (sqlite.org, "How To Corrupt An SQLite Database File", 2.7).
+    survives_fork = False
     skip_locked = False
     explain_words = "EXPLAIN QUERY PLAN"
     id_type = sa.Integer()  # only INTEGER PRIMARY KEY numbers rows
@@ -42,8 +45,8 @@ class SQLite(Dialect):
             raise ConfigError(f"the folder {folder} of the SQLite database does not exist: create it first")
 
     def engine_options(self, url: sa.URL, settings: BrokerSettings) -> dict[str, Any]:
-        # The driver's own wait is short, so that a stop is noticed; database.py waits again up to busy_timeout.
-        return {"connect_args": {"timeout": min(settings.busy_timeout, 2.0)}}
+        # The driver's own wait is short, so that a stop or a fork is not held up; database.py waits on.
+        return {"connect_args": {"timeout": min(settings.busy_timeout, 1.0)}}
 
     def on_connect(self, connection: DBAPIConnection, settings: BrokerSettings) -> None:
         cursor = connection.cursor()

@@ -67,12 +67,12 @@ class SqlBroker:
         self.database = Database(settings, dialect, url)
         try:
             self._inspect(dialect)
+            self.tables = Tables(settings.table_prefix, settings.schema, dialect, self._table_options)
+            migrations.check(self.database, self.tables)
         except BaseException:
             self.database.dispose()
             raise
-        self.tables = Tables(settings.table_prefix, settings.schema, dialect, self._table_options)
         self.sql = Statements(self.tables, dialect, clock)
-        migrations.check(self.database, self.tables)
         self.topology = SqlTopology(self.database, self.sql)
         ttls = {queue: to_ms(ttl) for queue, ttl in settings.queue_lease_ttl.items()}
         self._extend = self.sql.extend(ttls, to_ms(settings.lease_ttl))
@@ -356,6 +356,8 @@ class SqlBroker:
 
     def replay(self, id: int, *, payload: bytes | None = None, allow_completed: bool = False) -> int:
         """See the contract."""
+        if payload is not None:
+            publish.check_payload(payload, f"replay of {id}", self._max_payload)
         new = self._run(lambda work: control.replay(work, id, payload, allow_completed=allow_completed))
         self.wake()
         return new

@@ -58,6 +58,8 @@ def replay(work: Work, id: int, payload: bytes | None, *, allow_completed: bool)
         state=State.PENDING.value,
         p_run_at=None,
         p_delay=0,
+        p_expires_at=None,
+        p_expires_in=None,
         p_lane=LANE_READY,
         p_final=0,
     )

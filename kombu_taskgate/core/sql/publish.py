@@ -30,9 +30,14 @@ def check(task: NewTask, max_payload: int) -> None:
         raise ConfigError("give run_at or delay, not both")
     if not -32767 <= task.priority <= 32767:
         raise ConfigError(f"priority must fit 16 bits, not {task.priority}")
-    if len(task.payload) > max_payload:
+    check_payload(task.payload, f"message for queue {task.queue!r}", max_payload)
+
+
+def check_payload(payload: bytes, what: str, max_payload: int) -> None:
+    """Raise PayloadTooLarge for what is too long to store."""
+    if len(payload) > max_payload:
         raise PayloadTooLarge(
-            f"message of {len(task.payload)} bytes for queue {task.queue!r}: at most {max_payload} bytes are stored; "
+            f"{what} has {len(payload)} bytes: at most {max_payload} bytes are stored; "
             "pass a reference to the data instead, or raise max_payload (and the server's own limit)"
         )
 
@@ -41,7 +46,6 @@ def _plain(task: NewTask) -> dict[str, Any]:
     return {
         "queue": task.queue,
         "rank_": -task.priority,
-        "expires_at": task.expires_at,
         "type": task.type,
         "task_id": task.task_id,
         "root_id": task.root_id,
@@ -61,7 +65,7 @@ def enqueue(work: Work, tasks: Sequence[NewTask], *, returning: bool) -> list[in
     statement = work.sql.insert_ready.returning(t.id, sort_by_parameter_order=True)
     ids: list[int] = []
     for part in chunks(tasks):
-        rows = [work.sql.time(**_plain(task)) for task in part]
+        rows = [work.sql.time(expires_at=task.expires_at, **_plain(task)) for task in part]
         ids.extend(work.conn.execute(statement, rows).scalars())
     for id, task in zip(ids, tasks, strict=True):
         work.stored(id, task.queue, State.PENDING)
@@ -69,12 +73,13 @@ def enqueue(work: Work, tasks: Sequence[NewTask], *, returning: bool) -> list[in
 
 
 def _simple(task: NewTask) -> bool:
-    return not task.parents and task.key is None and task.run_at is None and not task.delay
+    plain = not task.parents and task.key is None
+    return plain and task.run_at is None and not task.delay and task.expires_in is None
 
 
 def _enqueue_one(work: Work, task: NewTask) -> int:
     if _simple(task):
-        done = work.run_timed(work.sql.insert_ready, **_plain(task))
+        done = work.run_timed(work.sql.insert_ready, expires_at=task.expires_at, **_plain(task))
         state = State.PENDING
     else:
         if task.key is not None:
@@ -108,6 +113,8 @@ def _schedule(task: NewTask, state: State) -> dict[str, Any]:
     return {
         "p_run_at": task.run_at,
         "p_delay": to_ms(task.delay or 0.0),
+        "p_expires_at": task.expires_at,
+        "p_expires_in": None if task.expires_in is None else to_ms(task.expires_in),
         "p_lane": lanes[state],
         "p_final": int(state in FINAL),
     }

@@ -75,17 +75,21 @@ def ack_many(work: Work, leases: Sequence[Lease], *, returning: bool) -> list[Le
 
 
 def complete(work: Work, rows: Sequence[Any], result: bytes | None) -> None:
-    """End rows well: keep those that are to be kept, remove the others, wake children."""
-    keep = [row for row in rows if work.settings.keep_completed or row.key_ is not None]
+    """End rows well: keep those that are to be kept, remove the others, wake children.
+
+    A row with a business key is kept so that the key stays known, and a replay so that what it replays is not
+    replayed again.
+    """
+    keep = [row for row in rows if work.settings.keep_completed or row.key_ is not None or row.replay_of is not None]
     kept = {row.id for row in keep}
     drop = [row for row in rows if row.id not in kept]
     if keep:
         finish(work, keep, State.COMPLETED, None, result=result)
     if drop:
+        work.changed(drop, State.COMPLETED)
         linked = [row.id for row in drop if row.linked]
         tell_children(work, linked, completed=True)
         remove(work, [row.id for row in drop], linked)
-        work.changed(drop, State.COMPLETED)
 
 
 def fail(

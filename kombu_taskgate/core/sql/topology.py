@@ -62,6 +62,8 @@ class SqlTopology:
         check_name(queue.name, "queue")
         known = self.queue(queue.name)
         if known is not None:
+            if known.expires is not None:
+                self.touch([queue.name])
             return known
         row = self._sql.time(
             name=queue.name,

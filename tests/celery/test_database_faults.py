@@ -1,0 +1,239 @@
+"""Databases that fail, restart, forget connections or are locked (BUGLOG B96, B97, B98, B103)."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from kombu_taskgate.core.database import Database, InjectedDeadlock, InjectedDisconnect
+from kombu_taskgate.core.errors import StoreUnavailable
+from kombu_taskgate.core.model import Lease, NewTask
+from kombu_taskgate.core.settings import BrokerSettings
+from kombu_taskgate.core.sql import SqlBroker
+from tests.workers.fixtures import MakeLab
+from tests.workers.harness import wait_for
+from tests.workers.servers import PrivateServer
+
+pytestmark = pytest.mark.crash
+
+
+def sql_broker(lab_url: str, prefix: str, **settings: object) -> SqlBroker:
+    return SqlBroker(BrokerSettings(lab_url, table_prefix=prefix, **settings))  # type: ignore[arg-type]
+
+
+def kill_sessions(database: Database) -> int:
+    """End all other sessions of this database's server, as an administrator or a proxy would."""
+    with database.engine.connect() as conn:
+        if database.url.get_backend_name() == "postgresql":
+            query = "select pg_terminate_backend(pid) from pg_stat_activity where pid <> pg_backend_pid() and "
+            query += "datname = current_database() and application_name = 'taskgate-victim'"
+            return len(conn.exec_driver_sql(query).all())
+        ids = conn.exec_driver_sql(
+            "select id from information_schema.processlist where id <> connection_id() and db = database() "
+            "and command = 'Sleep' and user <> 'system user'"
+        ).scalars()
+        return sum(_kill(conn, id) for id in list(ids))
+
+
+def _kill(conn: sa.Connection, id: int) -> bool:
+    try:
+        conn.exec_driver_sql(f"KILL {id}")
+    except sa.exc.DBAPIError:
+        return False
+    return True
+
+
+def as_victim(url: str) -> str:
+    """Mark the sessions that this test may kill, where the server can tell them apart."""
+    if url.startswith("postgresql"):
+        return url + ("&" if "?" in url else "?") + "application_name=taskgate-victim"
+    return url
+
+
+CALLS: dict[str, Callable[[SqlBroker, Lease], object]] = {
+    "put": lambda broker, lease: broker.enqueue(NewTask("q")),
+    "get": lambda broker, lease: broker.dequeue(["q"]),
+    "ack": lambda broker, lease: broker.ack(lease),
+    "heartbeat": lambda broker, lease: broker.heartbeat(lease),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_one_failing_statement_leaves_nothing_broken(make_lab: MakeLab, database_url: str, call: str) -> None:
+    """B96: after an error inside a transaction the very next call in the process works."""
+    lab = make_lab(database_url)
+    broker = sql_broker(database_url, lab.options["table_prefix"])
+    broker.enqueue_many([NewTask("q"), NewTask("q")])
+    lease = broker.dequeue(["q"])[0]
+
+    def fail_once(point: str) -> None:
+        broker.database.fault = None
+        with broker.database.engine.connect() as conn:
+            conn.exec_driver_sql("select * from a_table_that_is_not_there")
+
+    broker.database.fault = fail_once
+    with pytest.raises(Exception, match="a_table_that_is_not_there"):
+        CALLS[call](broker, lease)
+    CALLS[call](broker, lease)
+    broker.close()
+
+
+@pytest.mark.parametrize("fault", [InjectedDeadlock, InjectedDisconnect])
+@pytest.mark.parametrize("point", ["before_commit", "after_commit"])
+@pytest.mark.parametrize("call", CALLS)
+def test_injected_faults_are_repaired_inside(
+    make_lab: MakeLab, database_url: str, call: str, point: str, fault: type[Exception]
+) -> None:
+    """A deadlock, and a connection that breaks before or in COMMIT: done once, and the caller sees nothing."""
+    if fault is InjectedDeadlock and point == "after_commit":
+        pytest.skip("a deadlock is told before the commit")
+    lab = make_lab(database_url)
+    broker = sql_broker(database_url, lab.options["table_prefix"])
+    broker.enqueue_many([NewTask("q"), NewTask("q")])
+    lease = broker.dequeue(["q"])[0]
+    fired = []
+
+    def strike(where: str) -> None:
+        if where == point and not fired:
+            fired.append(where)
+            raise fault
+
+    broker.database.fault = strike
+    result = CALLS[call](broker, lease)
+    assert fired
+    states = sorted(row.state.value for row in broker.list())
+    expected = {
+        "put": ["pending", "pending", "running"],
+        "get": ["running", "running"],
+        "ack": ["pending"],
+        "heartbeat": ["pending", "running"],
+    }
+    assert states == expected[call]
+    if call == "get":
+        assert isinstance(result, list)
+        assert broker.ack_many(result) == []
+    broker.close()
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_killed_sessions_are_replaced(make_lab: MakeLab, server_url: str, call: str) -> None:
+    """B96, B98: all idle sessions are gone: the next call works, and nothing is done twice."""
+    lab = make_lab(server_url)
+    broker = sql_broker(as_victim(server_url), lab.options["table_prefix"])
+    broker.enqueue_many([NewTask("q"), NewTask("q")])
+    lease = broker.dequeue(["q"])[0]
+    broker.heartbeat(lease)
+    killer = sql_broker(server_url, lab.options["table_prefix"])
+    assert kill_sessions(killer.database) >= 2
+    CALLS[call](broker, lease)
+    assert len(broker.list()) == {"put": 3, "get": 2, "ack": 1, "heartbeat": 2}[call]
+    broker.close()
+    killer.close()
+
+
+def test_idle_worker_and_publisher_survive_killed_sessions(make_lab: MakeLab, server_url: str) -> None:
+    """B98: the sessions of an idle worker are killed three times; publishing and working go on."""
+    url = as_victim(server_url)
+    lab = make_lab(server_url, lease_ttl=5.0)
+    worker = lab.start_worker("-c1", url=url)
+    publisher = lab.make_app(broker_url=f"taskgate+{url}")
+    killer = sql_broker(server_url, lab.options["table_prefix"])
+    for _ in range(3):
+        id = lab.send("work", 0, app=publisher)
+        wait_for(lambda id=id: lab.journal.ends(id), 10, "work")
+        kill_sessions(killer.database)
+    id = lab.send("work", 0, app=publisher)
+    wait_for(lambda: lab.journal.ends(id), 10, "work after the last kill")
+    wait_for(lambda: not lab.rows(), 5, "all settled")
+    assert lab.journal.starts() == 4
+    assert worker.alive
+    publisher.close()
+    killer.close()
+
+
+def test_restart_under_an_idle_and_a_busy_worker(make_lab: MakeLab, private_server: PrivateServer) -> None:
+    """B97: same processes, consuming again, and what ran is not run again."""
+    lab = make_lab(private_server.url, lease_ttl=10.0)
+    workers = [lab.start_worker("-c1") for _ in range(2)]
+    gate = lab.folder / "gate"
+    busy = lab.send("hold_until", str(gate))
+    wait_for(lambda: lab.journal.starts(busy), 10, "busy")
+    private_server.stop()
+    gate.touch()
+    wait_for(lambda: lab.journal.ends(busy), 5, "it ends while the server is down")
+    private_server.start()
+    ids = [wait_for(lambda: publish(lab.send), 20, "publish") for _ in range(6)]
+    wait_for(lambda: lab.journal.ended() == {busy, *ids}, 30, "all ran")
+    wait_for(lambda: not lab.rows(), 10, "all settled")
+    assert set(lab.journal.starts_each().values()) == {1}
+    assert all(worker.alive for worker in workers)
+
+
+def publish(send: Callable[..., str]) -> str | None:
+    try:
+        return send("work", 0.1, retry=False)
+    except Exception:
+        return None
+
+
+def test_errors_are_connection_errors(tmp_path: Path) -> None:
+    """B97: what an outage raises is what kombu and Celery retry."""
+    from kombu import Connection
+
+    connection = Connection(f"taskgate+sqlite:///{tmp_path}/broker.db")
+    assert StoreUnavailable in connection.connection_errors
+    assert StoreUnavailable in connection.recoverable_connection_errors
+    connection.release()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_locked_sqlite_file_harms_nobody(make_lab: MakeLab, tmp_path: Path) -> None:
+    """B103: 4 workers, 4 publishers, and a foreign writer that holds the lock for 3 s again and again."""
+    path = tmp_path / "broker.db"
+    lab = make_lab(f"sqlite:///{path}", lease_ttl=15.0)
+    workers = [lab.start_worker("-c1", ready=False) for _ in range(4)]
+    for worker in workers:
+        worker.wait_ready(60)
+    stop = threading.Event()
+    ids: list[str] = []
+    failures: list[Exception] = []
+
+    def produce() -> None:
+        app = lab.make_app()
+        while not stop.is_set():
+            try:
+                ids.append(lab.send("work", 0, app=app))
+            except Exception as error:
+                failures.append(error)
+            stop.wait(0.05)
+        app.close()
+
+    def hold_lock() -> None:
+        foreign = sqlite3.connect(path, timeout=30, isolation_level=None)
+        while not stop.wait(2):
+            foreign.execute("BEGIN IMMEDIATE")
+            stop.wait(3)
+            foreign.execute("COMMIT")
+        foreign.close()
+
+    threads = [threading.Thread(target=produce) for _ in range(4)] + [threading.Thread(target=hold_lock)]
+    for thread in threads:
+        thread.start()
+    time.sleep(20)  # load for a while: nothing to wait for
+    stop.set()
+    for thread in threads:
+        thread.join(60)
+    wait_for(lambda: lab.journal.ended() >= set(ids), 60, "all ran")
+    wait_for(lambda: not lab.rows(), 10, "all settled")
+    assert failures == []
+    assert len(ids) > 100
+    assert set(lab.journal.starts_each().values()) == {1}, "a lease was lost"
+    assert not any("locked" in worker.text() for worker in workers)
+    assert all(worker.alive for worker in workers)

@@ -1,0 +1,82 @@
+"""Fixtures for tests that run real workers; the conftest.py of their folders import them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kombu_taskgate.core.factory import open_broker
+from kombu_taskgate.core.memory import MemoryBroker
+from kombu_taskgate.core.migrations import drop
+from kombu_taskgate.core.settings import BrokerSettings
+
+from .harness import Lab
+from .servers import PrivateMariaDB, PrivatePostgres, PrivateServer
+
+MakeLab = Callable[..., Lab]
+
+
+@pytest.fixture
+def make_lab(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[MakeLab]:
+    """Make labs on any database; their processes end and their tables go with the test."""
+    labs: list[Lab] = []
+
+    def make(url: str, conf: dict[str, Any] | None = None, **options: Any) -> Lab:
+        folder = tmp_path / f"lab{len(labs)}"
+        folder.mkdir()
+        options.setdefault("table_prefix", f"t{uuid.uuid4().hex[:10]}_")
+        lab = Lab(url, folder, options, conf or {})
+        labs.append(lab)
+        return lab
+
+    yield make
+    failed = getattr(request.node, "rep_call", None) is not None and request.node.rep_call.failed
+    for lab in labs:
+        if failed:
+            print(lab.logs())  # noqa: T201  # pytest shows it with the failure
+        lab.close()
+        drop_tables(lab.url, lab.options["table_prefix"])
+
+
+def drop_tables(url: str, prefix: str) -> None:
+    broker = open_broker(BrokerSettings(url, table_prefix=prefix), notify=lambda change: None)
+    if not isinstance(broker, MemoryBroker):
+        drop(broker.database, broker.tables)  # type: ignore[attr-defined]  # an SqlBroker
+    broker.close()
+
+
+@pytest.fixture(params=["sqlite", "postgresql", "mysql"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A database that real workers share, of each kind."""
+    return url_of(request, tmp_path, request.param)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def main_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """As database_url, for long tests: one with a server and one without."""
+    return url_of(request, tmp_path, request.param)
+
+
+@pytest.fixture(params=["postgresql", "mysql"])
+def server_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A database that is reached over the network."""
+    return url_of(request, tmp_path, request.param)
+
+
+def url_of(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> str:
+    if kind == "sqlite":
+        return f"sqlite:///{tmp_path}/broker.db"
+    return str(request.getfixturevalue(f"{kind}_url"))
+
+
+@pytest.fixture(params=["postgresql", "mysql"])
+def private_server(request: pytest.FixtureRequest) -> Iterator[PrivateServer]:
+    """A server that the test may restart."""
+    request.getfixturevalue(f"{request.param}_url")  # skips, or fails in CI, where there is none of the kind
+    server: PrivateServer = PrivatePostgres() if request.param == "postgresql" else PrivateMariaDB()
+    yield server
+    server.close()

