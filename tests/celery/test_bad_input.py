@@ -133,7 +133,7 @@ def test_megabytes_round_trip(make_lab: MakeLab, database_url: str) -> None:
     lab.start_worker("-c1", "-Psolo")
     from tests.workers.harness import wait_for
 
-    id = lab.send("work", 0, tag="x" * 2**20)
+    id = lab.send("work", 0, "x" * 2**20)
     line = wait_for(lambda: lab.journal.of("end", id), 20, "it runs")[0]
     assert line["tag"] == "x" * 2**20
 

@@ -90,7 +90,7 @@ def test_eight_processes_declare_one_queue(make_lab: MakeLab, database_url: str)
 def test_long_names_and_emoji_round_trip(make_lab: MakeLab, database_url: str) -> None:
     """B112: four-byte characters everywhere, ids of 255 characters, queue names of 200."""
     lab = make_lab(database_url)
-    queue = "q🚀" * 66 + "xx"
+    queue = "q🚀" * 100
     task_id = "😀" * 255
     lab.start_worker("-c1", "-Psolo", "-Q", queue)
     lab.send("echo", "naïve 🎉", key="日本語 🗾", queue=queue, task_id=task_id)
@@ -155,7 +155,7 @@ def test_newer_tables_stop_worker_and_publisher(make_lab: MakeLab, database_url:
     worker = lab.start_worker("-c1", "-Psolo", ready=False)
     assert worker.process.wait(30) != 0
     assert "version 99, newer than this taskgate" in worker.text()
-    assert worker.text().count("SchemaError") <= 2, "said once, not in a loop"
+    assert worker.text().count("Unrecoverable error") == 1, "said once, not in a loop"
     app = lab.make_app()
     with pytest.raises(SchemaError, match="newer"):
         app.send_task("x", connection=app.connection_for_write(transport_options={**lab.options, "lease_ttl": 61.0}))
