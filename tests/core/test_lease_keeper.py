@@ -1,0 +1,186 @@
+"""The keeper renews what is held, tells what is lost, and gives back what nobody knows."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kombu_taskgate.core.errors import StoreUnavailable
+from kombu_taskgate.core.lease import LeaseKeeper
+from kombu_taskgate.core.memory import MemoryBroker, MemoryStore
+from kombu_taskgate.core.model import Claim, Lease, NewTask, Renewal, Session, State
+from kombu_taskgate.core.settings import BrokerSettings
+
+TTL = 0.3
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+class Flaky(MemoryBroker):
+    """A broker whose renewals fail on demand, and are counted."""
+
+    down = False
+    renewals = 0
+
+    def renew_session(self, session: Session) -> Renewal:
+        if self.down:
+            raise StoreUnavailable("down")
+        self.renewals += 1
+        return super().renew_session(session)
+
+
+@pytest.fixture
+def broker() -> Iterator[Flaky]:
+    broker = Flaky(BrokerSettings("memory://", lease_ttl=TTL), store=MemoryStore())
+    yield broker
+    broker.close()
+
+
+class Kept:
+    """A started keeper and what it told."""
+
+    def __init__(self, broker: MemoryBroker, **ttls: float) -> None:
+        self.lost: list[Lease] = []
+        self.canceled: list[Lease] = []
+        self.keeper = LeaseKeeper(
+            broker, "me", TTL, ttls, on_lost=self.lost.extend, on_canceled=self.canceled.extend
+        )
+        self.keeper.start()
+
+
+@pytest.fixture
+def kept(broker: Flaky) -> Iterator[Kept]:
+    kept = Kept(broker)
+    yield kept
+    kept.keeper.stop()
+
+
+def claim(broker: MemoryBroker, keeper: LeaseKeeper, queue: str = "q") -> Claim:
+    broker.enqueue(NewTask(queue))
+    (lease,) = broker.dequeue([queue], session=keeper.session_for(queue))
+    return lease
+
+
+def test_held_leases_outlive_their_time(broker: Flaky, kept: Kept) -> None:
+    lease = claim(broker, kept.keeper)
+    kept.keeper.hold([lease])
+    seen = broker.renewals
+    wait_for(lambda: broker.renewals >= seen + 6, "six renewals: two lease times")
+    assert broker.reap_expired() == 0
+    broker.ack(lease)
+    assert kept.lost == []
+
+
+def test_one_renewal_a_round_however_many_leases(broker: Flaky, kept: Kept) -> None:
+    broker.enqueue_many([NewTask("q") for _ in range(50)])
+    kept.keeper.hold(broker.dequeue(["q"], 50, session=kept.keeper.session_for("q")))
+    seen, began = broker.renewals, time.monotonic()
+    wait_for(lambda: broker.renewals >= seen + 3, "three renewals")
+    rounds = (time.monotonic() - began) / (TTL / 3)
+    assert broker.renewals - seen <= rounds + 1
+    assert kept.keeper.held == 50
+
+
+def test_what_another_took_is_told_once(broker: Flaky, kept: Kept) -> None:
+    lease = claim(broker, kept.keeper)
+    kept.keeper.hold([lease])
+    broker.requeue(lease)  # as a reaper would
+    wait_for(lambda: kept.lost, "the loss is told")
+    seen = broker.renewals
+    wait_for(lambda: broker.renewals >= seen + 2, "two more rounds")
+    assert kept.lost == [lease]
+    assert kept.keeper.held == 0
+
+
+def test_what_was_settled_is_not_lost(broker: Flaky, kept: Kept) -> None:
+    lease = claim(broker, kept.keeper)
+    kept.keeper.hold([lease])
+    kept.keeper.drop([lease])
+    broker.ack(lease)
+    seen = broker.renewals
+    wait_for(lambda: broker.renewals >= seen + 3, "three rounds")
+    assert kept.lost == []
+
+
+def test_cancel_is_told_once_and_the_lease_lives(broker: Flaky, kept: Kept) -> None:
+    lease = claim(broker, kept.keeper)
+    kept.keeper.hold([lease])
+    broker.cancel(lease.id)
+    wait_for(lambda: kept.canceled, "the cancel is told")
+    seen = broker.renewals
+    wait_for(lambda: broker.renewals >= seen + 6, "two lease times")
+    assert kept.canceled == [lease]
+    assert broker.reap_expired() == 0
+    broker.finish_canceled(lease)
+
+
+def test_claim_whose_answer_was_lost_is_given_back(broker: Flaky, kept: Kept) -> None:
+    """The database says that we hold it, and nobody here knows: not ours to keep, and no loss counted."""
+    lease = claim(broker, kept.keeper)  # and never held
+    wait_for(lambda: broker.get(lease.id).state is State.PENDING, "given back")
+    task = broker.get(lease.id)
+    assert (task.deliveries, task.lease_lost) == (0, 0)
+
+
+def test_no_claims_while_renewal_fails(broker: Flaky, kept: Kept) -> None:
+    """Trust ends before the lease does, and comes back with the next renewal."""
+    assert kept.keeper.may_claim
+    lease = claim(broker, kept.keeper)
+    kept.keeper.hold([lease])
+    broker.down = True
+    while kept.keeper.may_claim:
+        assert broker.reap_expired() == 0, "a lease was taken while the keeper was still trusted"
+        time.sleep(0.001)
+    broker.down = False
+    wait_for(lambda: kept.keeper.may_claim, "trusted again")
+
+
+def test_stop_gives_everything_back(broker: Flaky) -> None:
+    kept = Kept(broker)
+    lease = claim(broker, kept.keeper)
+    kept.keeper.hold([lease])
+    kept.keeper.stop()
+    kept.keeper.stop()
+    assert broker.get(lease.id).state is State.PENDING
+    assert not any(thread.name == "taskgate-lease-keeper" and thread.is_alive() for thread in threading.enumerate())
+
+
+def test_queues_with_a_time_of_their_own(broker: Flaky) -> None:
+    kept = Kept(broker, slow=30.0, other=30.0)
+    keeper = kept.keeper
+    assert keeper.session_for("slow") is keeper.session_for("other")
+    assert keeper.session_for("slow") is not keeper.session_for("q")
+    assert (keeper.session_for("slow").ttl, keeper.session_for("q").ttl) == (30.0, TTL)
+    slow, quick = claim(broker, keeper, "slow"), claim(broker, keeper)
+    keeper.hold([slow, quick])
+    seen = broker.renewals
+    wait_for(lambda: broker.renewals >= seen + 6, "two lease times of the quick queue")
+    assert kept.lost == []
+    keeper.stop()
+
+
+def test_child_of_a_fork_keeps_nothing(broker: Flaky, kept: Kept) -> None:
+    """The leases are the parent's: the child neither renews nor closes them."""
+    lease = claim(broker, kept.keeper)
+    kept.keeper.hold([lease])
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        kept.keeper.stop()
+        os.write(write, f"{kept.keeper.held} {kept.keeper.may_claim}".encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(read, 100) == b"0 False"
+    os.close(read)
+    os.close(write)
+    assert broker.get(lease.id).state is State.RUNNING
+    assert kept.keeper.held == 1

@@ -1,0 +1,94 @@
+"""The reaper goes on, whatever a round meets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from kombu_taskgate.core.errors import StoreUnavailable, TaskgateError
+from kombu_taskgate.core.memory import MemoryBroker, MemoryStore
+from kombu_taskgate.core.model import NewTask, State
+from kombu_taskgate.core.reaper import Reaper
+from kombu_taskgate.core.settings import BrokerSettings
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+class Scripted(MemoryBroker):
+    """A broker whose rounds can be made to fail."""
+
+    fault: Exception | None = None
+    rounds = 0
+    prunes = 0
+
+    def reap_expired(self) -> int:
+        self.rounds += 1
+        if self.fault is not None:
+            raise self.fault
+        return super().reap_expired()
+
+    def prune(self, limit: int = 1000) -> int:
+        self.prunes += 1
+        return super().prune(limit)
+
+
+def make_broker() -> Scripted:
+    return Scripted(BrokerSettings("memory://", lease_ttl=0.05), store=MemoryStore())
+
+
+def test_takes_back_what_ran_out() -> None:
+    broker = make_broker()
+    id = broker.enqueue(NewTask("q"))
+    broker.dequeue(["q"])
+    reaper = Reaper(broker, 0.01)
+    reaper.start()
+    wait_for(lambda: broker.get(id).state is State.PENDING, "reaped")
+    reaper.stop()
+    assert broker.get(id).lease_lost == 1
+    assert broker.prunes == 1
+
+
+@pytest.mark.parametrize("fault", [StoreUnavailable("away"), RuntimeError("a bug")])
+def test_survives_failing_rounds(fault: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    broker = make_broker()
+    broker.fault = fault
+    reaper = Reaper(broker, 0.01)
+    reaper.start()
+    wait_for(lambda: broker.rounds >= 3, "it goes on")
+    broker.fault = None
+    id = broker.enqueue(NewTask("q"))
+    broker.dequeue(["q"])
+    wait_for(lambda: broker.get(id).state is State.PENDING, "it reaps again")
+    reaper.stop()
+    warnings = [record for record in caplog.records if "can't reap" in record.getMessage()]
+    assert len(warnings) == (1 if isinstance(fault, StoreUnavailable) else 0), "an outage is said once"
+
+
+def test_errors_go_to_who_asks() -> None:
+    broker = make_broker()
+    broker.fault = StoreUnavailable("away")
+    told: list[TaskgateError] = []
+    reaper = Reaper(broker, 0.01, on_error=told.append)
+    reaper.start()
+    wait_for(lambda: len(told) >= 2, "told")
+    reaper.stop()
+
+
+def test_also_is_called_after_each_round() -> None:
+    broker = make_broker()
+    calls: list[int] = []
+    reaper = Reaper(broker, 0.01, also=lambda: calls.append(broker.rounds))
+    reaper.start()
+    wait_for(lambda: len(calls) >= 3, "called")
+    reaper.stop()
+    reaper.stop()
+    seen = broker.rounds
+    time.sleep(0.05)  # as long as several rounds would take: a thread that went on would be seen
+    assert broker.rounds == seen
