@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
+import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -93,7 +96,7 @@ class MemoryStore:
         self.last_token = NO_TOKEN
         self.last_session = 0
         self.tasks: dict[int, _Row] = {}
-        #: Parent that has not ended -> its children.
+        #: Parent -> its children, of which some may be gone.
         self.children: dict[int, set[int]] = {}
         #: Session -> when it ends (ms).
         self.sessions: dict[int, int] = {}
@@ -190,7 +193,7 @@ class MemoryBroker:
 
     def _insert(self, task: NewTask, now: int, changes: Changes) -> int:
         parents = {parent: self._row(parent) for parent in task.parents}
-        waits_for = [parent.id for parent in parents.values() if parent.state not in FINAL]
+        waits_for = sum(parent.state not in FINAL for parent in parents.values())
         doomed = task.fail_fast and any(p.state in {State.FAILED, State.CANCELED} for p in parents.values())
         row = self._add(
             changes,
@@ -209,13 +212,12 @@ class MemoryBroker:
             finished_at=now if doomed else None,
             key=task.key,
             fail_fast=task.fail_fast,
-            pending_parents=0 if doomed else len(waits_for),
+            pending_parents=0 if doomed else waits_for,
             max_retry=task.max_retry,
             reason=Reason.PARENT.value if doomed else None,
         )
-        if not doomed:
-            for parent_id in waits_for:
-                self._store.children.setdefault(parent_id, set()).add(row.id)
+        for parent_id in parents:
+            self._store.children.setdefault(parent_id, set()).add(row.id)
         return row.id
 
     def _add(self, changes: Changes, state: State, **values: object) -> _Row:
@@ -271,45 +273,53 @@ class MemoryBroker:
     def _claim(
         self, queues: Sequence[str], limit: int, owner: str, session: Session | None, changes: Changes
     ) -> list[Claim]:
-        """One from each queue in turn; who begins changes with each call, so that a limit of 1 is fair too."""
+        """An equal share from each queue; what one does not use goes to the next that has more."""
         now = self._now()
         names = list(dict.fromkeys(queues))
+        # Another queue begins each time, so that a limit of 1 is fair too.
         self._turn += 1
         names = names[self._turn % len(names) :] + names[: self._turn % len(names)]
-        rows: list[_Row] = []
-        while names and len(rows) < limit:
-            for name in list(names):
-                row = self._next(name, now, changes)
-                if row is None:
-                    names.remove(name)
-                elif len(rows) < limit:
-                    self._lease(row, now, owner, session, changes)
-                    rows.append(row)
-        rows.sort(key=_claim_order)
-        return [Claim(**{name: getattr(row, name) for name in _CLAIM_FIELDS}) for row in rows]
+        claimed: list[_Row] = []
+        while names and len(claimed) < limit:
+            left = deque(names)
+            names = []
+            while left and len(claimed) < limit:
+                share = math.ceil((limit - len(claimed)) / len(left))
+                rows = self._take(left[0], share, now, changes)
+                claimed.extend(rows)
+                if len(rows) == share:
+                    names.append(left[0])
+                left.popleft()
+        for row in claimed:
+            self._lease(row, now, owner, session)
+        return [Claim(**{name: getattr(row, name) for name in _CLAIM_FIELDS}) for row in claimed]
 
-    def _next(self, queue: str, now: int, changes: Changes) -> _Row | None:
-        """The first ready row of a queue; ends those on the way that may not be claimed any more."""
+    def _take(self, queue: str, limit: int, now: int, changes: Changes) -> list[_Row]:
+        """The first ready rows of a queue, now running; ends those on the way that may not be delivered any more."""
+        taken: list[_Row] = []
         while True:
             ready = [r for r in self._rows() if r.queue == queue and r.state in _READY and r.run_at <= now]
-            row = min(ready, key=_claim_order, default=None)
-            if row is None:
-                return None
-            if _expired(row, now):
-                # More of the same kind are likely behind it.
-                for expired in [r for r in ready if _expired(r, now)]:
-                    self._end(expired, State.CANCELED, changes, Reason.EXPIRED)
-            elif row.deliveries >= self.settings.max_deliveries:
+            ready.sort(key=_claim_order)
+            met = ready[: limit - len(taken)]
+            if any(_expired(row, now) for row in met):
+                # More of the same kind are likely behind them.
+                for row in [row for row in ready if _expired(row, now)]:
+                    self._end(row, State.CANCELED, changes, Reason.EXPIRED)
+            worn = [r for r in met if r.state in _READY and r.deliveries >= self.settings.max_deliveries]
+            for row in worn:
                 detail = f"delivered {row.deliveries} times without being settled"
                 self._end(row, State.FAILED, changes, Reason.MAX_DELIVERIES, detail)
-            else:
-                return row
+            good = [row for row in met if row.state in _READY]
+            for row in good:
+                self._move(row, State.RUNNING, changes)
+            taken.extend(good)
+            if len(good) == len(met):
+                return taken
 
-    def _lease(self, row: _Row, now: int, owner: str, session: Session | None, changes: Changes) -> None:
-        self._move(row, State.RUNNING, changes)
+    def _lease(self, row: _Row, now: int, owner: str, session: Session | None) -> None:
         self._store.last_token += 1
         row.token = self._store.last_token
-        row.owner = owner or (session.owner if session is not None else "")
+        row.owner = owner
         row.session = None if session is None else session.id
         row.lease_until = now + self._ttl(row)
         row.deliveries += 1
@@ -328,7 +338,7 @@ class MemoryBroker:
         row.result = result
         self._end(row, State.COMPLETED, changes)
         if self.settings.keep_completed <= 0 and not _in_chain(row):
-            del self._store.tasks[row.id]
+            self._remove(row)
 
     def fail(
         self,
@@ -449,9 +459,11 @@ class MemoryBroker:
     def prune(self, limit: int = 1000) -> int:
         with self._transaction():
             now = self._now()
-            old = [row for row in self._rows() if row.state in FINAL and self._kept_until(row) < now][:limit]
+            # One that a blocked row refers to stays, so that whoever looks at that sees what it waited for.
+            old = [row for row in self._rows() if self._kept_until(row) < now and not self._blocked_children(row)]
+            old = sorted(old, key=attrgetter("finished_at"))[:limit]
             for row in old:
-                del self._store.tasks[row.id]
+                self._remove(row)
             in_use = {row.session for row in self._rows()}
             for session in [s for s, until in self._store.sessions.items() if until < now and s not in in_use]:
                 del self._store.sessions[session]
@@ -460,6 +472,8 @@ class MemoryBroker:
             return len(old)
 
     def _kept_until(self, row: _Row) -> int:
+        if row.state not in FINAL:
+            return sys.maxsize
         short = row.state is State.COMPLETED and not _in_chain(row)
         return (row.finished_at or 0) + to_ms(self.settings.keep_completed if short else self.settings.keep_failed)
 
@@ -507,7 +521,7 @@ class MemoryBroker:
             for row in waiting:
                 if row.id not in parents:
                     self._move(row, State.CANCELED, changes)
-                    del self._store.tasks[row.id]
+                    self._remove(row)
             for row in waiting:
                 if (
                     row.id in parents and row.state not in FINAL
@@ -670,7 +684,6 @@ class MemoryBroker:
                 else:
                     self._finish(child, State.CANCELED, now, changes, Reason.PARENT)
                     ended.append(child)
-            self._store.children.pop(parent.id, None)
 
     def _finish(
         self,
@@ -687,6 +700,10 @@ class MemoryBroker:
         row.cancel_requested = False
         row.reason = None if reason is None else reason.value
         row.detail = detail
+
+    def _remove(self, row: _Row) -> None:
+        del self._store.tasks[row.id]
+        self._store.children.pop(row.id, None)
 
     def _blocked_children(self, parent: _Row) -> Sequence[_Row]:
         found = (self._store.tasks.get(child) for child in sorted(self._store.children.get(parent.id, ())))

@@ -1,0 +1,35 @@
+"""All cases in one class."""
+
+from __future__ import annotations
+
+from .cancel import CancelCases
+from .claim import ClaimCases
+from .dependencies import DependencyCases
+from .leases import LeaseCases
+from .query import QueryCases
+from .quota import QuotaCases
+from .replay import ReplayCases
+from .roundtrip import RoundTripCases
+from .sessions import SessionCases
+from .settle import SettleCases
+from .sqlonly import SqlCases
+from .topology import TopologyCases
+from .transitions import TransitionCases
+
+
+class BrokerContract(
+    RoundTripCases,
+    ClaimCases,
+    SettleCases,
+    LeaseCases,
+    SessionCases,
+    DependencyCases,
+    CancelCases,
+    QueryCases,
+    ReplayCases,
+    QuotaCases,
+    TopologyCases,
+    TransitionCases,
+    SqlCases,
+):
+    """The broker contract. A subclass names the store with a fixture ``store``."""
