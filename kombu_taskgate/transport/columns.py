@@ -1,0 +1,108 @@
+"""What the broker stores in columns beside the message, so that it can be asked for and acted upon."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import timezone, tzinfo
+from typing import Any
+
+from ..core.clock import to_ms
+from ..core.model import MAX_NAME, NewTask
+from .codec import Envelope
+from .times import parse_instant
+
+MIN_PRIORITY = 0
+MAX_PRIORITY = 9
+
+
+@dataclass(slots=True, frozen=True)
+class Columns:
+    """Columns of one message, whatever queue it goes to."""
+
+    type: str
+    task_id: str | None
+    root_id: str | None
+    parent_id: str | None
+    group_id: str | None
+    priority: int
+    run_at: int | None
+    expires_at: int | None
+
+
+def columns_of(envelope: Envelope, naive: tzinfo = timezone.utc) -> Columns:
+    """Read the columns from a message's headers and properties.
+
+    What can't be read is left to whoever consumes the message: it has the headers too, and knows how to
+    reject them.
+
+    Args:
+        envelope: the message; its ``priority`` property is brought into 0..9.
+        naive: zone of an ``eta`` or ``expires`` that names none.
+    """
+    headers, properties = envelope.headers, envelope.properties
+    priority = clamp_priority(properties.get("priority"))
+    properties["priority"] = priority
+    # Other messages have headers of these names too, with other meanings: remote control has its own "expires".
+    is_task = headers.get("task") is not None
+    return Columns(
+        type=_text(headers.get("task")) or "",
+        task_id=_text(headers.get("id")) or _text(properties.get("correlation_id")),
+        root_id=_text(headers.get("root_id")),
+        parent_id=_text(headers.get("parent_id")),
+        group_id=_text(headers.get("group")),
+        priority=priority,
+        run_at=parse_instant(headers.get("eta"), naive) if is_task else None,
+        expires_at=_earliest(
+            parse_instant(headers.get("expires"), naive) if is_task else None,
+            _in_ms(_milliseconds(properties.get("expiration"))),
+        ),
+    )
+
+
+def new_task(queue: str, payload: bytes, columns: Columns, message_ttl: float | None) -> NewTask:
+    """The execution to store in one queue; ``message_ttl`` (seconds) is the queue's own."""
+    return NewTask(
+        queue=queue,
+        payload=payload,
+        type=columns.type,
+        task_id=columns.task_id,
+        root_id=columns.root_id,
+        parent_task_id=columns.parent_id,
+        group_id=columns.group_id,
+        priority=columns.priority,
+        run_at=columns.run_at,
+        expires_at=_earliest(columns.expires_at, None if message_ttl is None else _in_ms(message_ttl * 1000)),
+    )
+
+
+def clamp_priority(value: Any) -> int:
+    """The nearest priority of 0..9; the lowest for what is no number."""
+    try:
+        return max(MIN_PRIORITY, min(MAX_PRIORITY, int(value)))
+    except (TypeError, ValueError, OverflowError):
+        return MIN_PRIORITY
+
+
+def _text(value: Any) -> str | None:
+    """A text that every store can hold: a strange name must not fail a publish, the message has it in full."""
+    if not isinstance(value, str):
+        return None
+    return value.replace("\0", "").encode("utf-8", "replace").decode()[:MAX_NAME] or None
+
+
+def _milliseconds(value: Any) -> float | None:
+    """AMQP writes ``expiration`` as text."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if abs(number) < 1e15 else None
+
+
+def _in_ms(milliseconds: float | None) -> int | None:
+    return None if milliseconds is None else to_ms(time.time()) + round(milliseconds)
+
+
+def _earliest(*instants: int | None) -> int | None:
+    return min((instant for instant in instants if instant is not None), default=None)

@@ -1,0 +1,261 @@
+"""The connection behind a :class:`kombu.Connection`: the broker, the channels, and the engine of those that consume."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..core.errors import TaskgateError
+from ..core.factory import open_broker
+from ..core.settings import BrokerSettings
+from . import declared, process
+from .engine import DeliveryEngine
+from .errors import RecoverableConnectionError, kombu_errors
+from .options import EngineOptions
+from .ready import Ready
+from .routing import Router
+
+if TYPE_CHECKING:
+    from .channel import Channel
+
+logger = logging.getLogger("kombu_taskgate.transport")
+
+#: Most deliveries of one call from the event loop, and seconds it may take: other descriptors want their turn.
+MOST_AT_ONCE, LONGEST_AT_ONCE = 64, 0.02
+
+
+class Connection:
+    """An open connection.
+
+    Args:
+        client: the :class:`kombu.Connection` that it belongs to.
+        settings: of the broker.
+        options: of the delivery engine.
+
+    Raises:
+        StoreUnavailable: the database does not answer.
+        ConfigError, SchemaError: it will not work this way.
+    """
+
+    def __init__(self, client: Any, settings: BrokerSettings, options: EngineOptions) -> None:
+        self.client = client
+        self.settings = settings
+        self.options = options
+        with kombu_errors():
+            self.broker = open_broker(settings)
+        self.router = Router(self.broker.topology)
+        self.declared = declared.Declared(self.broker)
+        self.channels: list[Channel] = []
+        self._ready: Ready | None = None
+        self._loop: Any = None
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._engine: DeliveryEngine | None = None
+        self._closed = False
+        process.watch(self)
+
+    @property
+    def connected(self) -> bool:
+        """Whether it can be used here: it is not closed, and this is the process that opened it."""
+        return not self._closed and self._pid == os.getpid()
+
+    # -- channels and deliveries ---------------------------------------------------------------------
+
+    def add_channel(self, channel: Channel) -> int:
+        """Note a new channel and return its number."""
+        with self._lock:
+            if not self.connected:
+                raise RecoverableConnectionError("the connection to the broker is closed")
+            taken = {other.channel_id for other in self.channels}
+            self.channels.append(channel)
+            return next(number for number in range(1, len(taken) + 2) if number not in taken)
+
+    def remove_channel(self, channel: Channel) -> None:
+        """Note that a channel was closed."""
+        with self._lock:
+            if channel in self.channels:
+                self.channels.remove(channel)
+
+    @property
+    def engine(self) -> DeliveryEngine | None:
+        """The delivery engine, once something has been consumed."""
+        return self._engine
+
+    def consuming(self) -> DeliveryEngine:
+        """The delivery engine, started if need be.
+
+        Raises:
+            BrokerUnavailable: the database does not answer.
+        """
+        with self._lock:
+            if not self.connected:
+                raise RecoverableConnectionError("the connection to the broker is closed")
+            if self._engine is None:
+                engine = DeliveryEngine(
+                    self.broker,
+                    self.settings,
+                    self.options,
+                    f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}",
+                    self._readiness(),
+                    upkeep=self._keep_queues,
+                    sweep=lambda: declared.sweep(self.broker),
+                )
+                with kombu_errors():
+                    engine.start()
+                self._engine = engine
+            return self._engine
+
+    def _readiness(self) -> Ready:
+        if self._ready is None:
+            self._ready = Ready()
+        return self._ready
+
+    def _keep_queues(self) -> float:
+        engine = self._engine
+        return declared.LONGEST if engine is None else self.declared.keep(engine.consumed())
+
+    def drain_events(self, timeout: float | None = None) -> None:
+        """Deliver one message.
+
+        Raises:
+            TimeoutError: there was none within ``timeout`` seconds (``None``: wait for ever).
+            RecoverableConnectionError: the connection is closed.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        engine = self._engine
+        while engine is None:
+            # Nothing is consumed here yet; another thread may begin to.
+            if not self.connected:
+                raise RecoverableConnectionError("the connection to the broker is closed")
+            left = 0.05 if deadline is None else min(0.05, deadline - time.monotonic())
+            if left <= 0:
+                raise TimeoutError
+            time.sleep(left)
+            engine = self._engine
+        delivery = engine.next_delivery(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if delivery is None:
+            raise TimeoutError
+        delivery.window.receive(delivery)
+
+    def add_to_loop(self, loop: Any, callback: Any, *args: Any) -> None:
+        """Let an event loop call back while there is something to deliver."""
+        self._loop = loop
+        loop.add_reader(self._readiness().fileno(), callback, *args)
+
+    def remove_from_loop(self, loop: Any) -> None:
+        """Undo :meth:`add_to_loop`."""
+        # A closed descriptor that a forked child still has would stay in the poller and fire for ever.
+        descriptor = -1 if self._ready is None else self._ready.fileno()
+        if descriptor in loop.readers:
+            loop.remove_reader(descriptor)
+
+    def deliver_ready(self) -> None:
+        """Deliver what there is, for an event loop; calls back soon when there is more.
+
+        Raises:
+            RecoverableConnectionError: the connection is closed.
+        """
+        if not self.connected:
+            raise RecoverableConnectionError("the connection to the broker is closed")
+        if self._engine is not None:
+            self._engine.dispatch(MOST_AT_ONCE, LONGEST_AT_ONCE)
+
+    def published(self, queues: Sequence[str]) -> None:
+        """Wake the consumers of these queues in this process."""
+        for connection in process.watched():
+            if isinstance(connection, Connection) and connection.settings == self.settings:
+                engine = connection._engine
+                if engine is not None:
+                    engine.wake(queues)
+
+    def consumers_of(self, queue: str) -> int:
+        """How many consumers of a queue this process has; those of other processes are not known."""
+        return sum(
+            connection._engine.consumers_of(queue)
+            for connection in process.watched()
+            if isinstance(connection, Connection)
+            and connection.settings == self.settings
+            and connection._engine is not None
+        )
+
+    # -- the end -------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Settle what waits, give back what is unsettled, and release everything. Idempotent; does not raise."""
+        if self._closed:
+            return
+        if not self.connected:
+            self._closed = True
+            return
+        for channel in list(self.channels):
+            channel.close()
+        self._closed = True
+        self._delete_exclusive()
+        self._release()
+
+    def abandon(self) -> None:
+        """Give the connection up, quickly and without the database.
+
+        What its consumers are working on stays leased and can still be settled, see
+        :meth:`.engine.DeliveryEngine.retire`.
+        """
+        if not self.connected:
+            return
+        self._closed = True
+        for channel in list(self.channels):
+            channel.abandoned()
+        self.channels.clear()
+        if self._engine is None:
+            self._release()
+        else:
+            self._leave_loop()
+            self._engine.retire(self._release)
+
+    def _delete_exclusive(self) -> None:
+        try:
+            for name in self.declared.exclusive():
+                declared.delete_queue(self.broker, name)
+        except TaskgateError as error:
+            logger.debug("exclusive queues could not be deleted and will expire: %s", error)
+
+    def _leave_loop(self) -> None:
+        if self._loop is not None:
+            self.remove_from_loop(self._loop)
+            self._loop = None
+
+    def _release(self) -> None:
+        self._leave_loop()
+        if self._engine is not None:
+            self._engine.stop()
+        if self._ready is not None:
+            self._ready.close()
+        self.broker.close()
+
+    def at_exit(self) -> None:
+        """Close it with its process, also when it has been abandoned."""
+        if self._pid != os.getpid():
+            return
+        if self._closed:
+            if self._engine is not None:
+                self._engine.stop()
+        else:
+            self.close()
+
+    def after_fork(self) -> None:
+        """In the child: everything here is the parent's."""
+        self._closed = True
+        self._lock = threading.Lock()
+        self.declared.after_fork()
+        if self._engine is not None:
+            self._engine.after_fork()
+        if self._ready is not None:
+            self._ready.after_fork()
+        for channel in self.channels:
+            channel.abandoned()
+        self.channels = []

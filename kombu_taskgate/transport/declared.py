@@ -1,0 +1,145 @@
+"""Queues with a limited life: kept while somebody here uses them, deleted when nobody does.
+
+A worker's remote control queue, a reply queue, a broadcast queue: each has an ``expires`` in the shared
+tables. Who consumes such a queue touches it in time. If it was deleted all the same, because this process was
+frozen or the database away for longer, it is declared again with its bindings, or its owner would be deaf
+without knowing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..core.broker import Broker
+from ..core.topology import Binding, Queue
+
+logger = logging.getLogger("kombu_taskgate.transport")
+
+#: Seconds after which an auto-delete queue that names no time of its own is deleted, once nobody uses it. Who
+#: else consumes it can't be known when a consumer leaves, so it is not deleted at once.
+AUTO_DELETE_EXPIRES = 3600.0
+#: Longest and shortest pause between two looks after the queues consumed here.
+LONGEST, SHORTEST = 60.0, 0.5
+
+
+@dataclass(slots=True)
+class _Declared:
+    queue: Queue | None
+    bindings: list[Binding] = field(default_factory=list)
+
+
+class Declared:
+    """The declarations of one connection.
+
+    Args:
+        broker: where.
+    """
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._lock = threading.Lock()
+        self._queues: dict[str, _Declared] = {}
+
+    def after_fork(self) -> None:
+        """In the child: the lock may have been held by a thread that is not here."""
+        self._lock = threading.Lock()
+
+    def queue(self, queue: Queue) -> None:
+        """Note a declaration."""
+        with self._lock:
+            # Declared once more, it keeps its bindings.
+            self._queues.setdefault(queue.name, _Declared(queue)).queue = queue
+
+    def bound(self, binding: Binding) -> None:
+        """Note a binding."""
+        with self._lock:
+            declared = self._queues.get(binding.queue)
+            if declared is not None and binding not in declared.bindings:
+                declared.bindings.append(binding)
+
+    def unbound(self, binding: Binding) -> None:
+        """Note that a binding was removed."""
+        with self._lock:
+            declared = self._queues.get(binding.queue)
+            if declared is not None and binding in declared.bindings:
+                declared.bindings.remove(binding)
+
+    def forget(self, name: str) -> None:
+        """Note that a queue was deleted."""
+        with self._lock:
+            self._queues.pop(name, None)
+
+    def exclusive(self) -> list[str]:
+        """Queues that end with this connection."""
+        with self._lock:
+            return [name for name, known in self._queues.items() if known.queue is not None and known.queue.exclusive]
+
+    def is_exclusive(self, name: str) -> bool:
+        """Whether this connection alone uses the queue."""
+        with self._lock:
+            known = self._queues.get(name)
+            return known is not None and known.queue is not None and known.queue.exclusive
+
+    def keep(self, consumed: Sequence[str]) -> float:
+        """Touch the consumed queues that would expire; returns after how many seconds to do it again.
+
+        Raises:
+            StoreUnavailable: the database does not answer.
+        """
+        known = [self._known(name) for name in consumed]
+        mortal = [d for d in known if d.queue is not None and d.queue.expires is not None]
+        if not mortal:
+            return LONGEST
+        topology = self._broker.topology
+        names = [d.queue.name for d in mortal if d.queue is not None]
+        topology.touch(names)
+        shortest = LONGEST
+        for declared in mortal:
+            queue = declared.queue
+            if queue is None or queue.expires is None:
+                continue
+            shortest = min(shortest, queue.expires / 3)
+            if topology.queue(queue.name) is None:
+                logger.warning("queue %r, which is consumed here, was deleted: declaring it again", queue.name)
+                topology.declare_queue(queue)
+                for binding in declared.bindings:
+                    topology.bind(binding)
+        return max(SHORTEST, shortest)
+
+    def _known(self, name: str) -> _Declared:
+        with self._lock:
+            declared = self._queues.get(name)
+        if declared is None:
+            # Consumed without being declared here: what the tables say holds for as long as it is consumed.
+            declared = _Declared(self._broker.topology.queue(name))
+            with self._lock:
+                declared = self._queues.setdefault(name, declared)
+        return declared
+
+
+def delete_queue(broker: Broker, name: str) -> int:
+    """Delete a queue with its bindings and all that waits in it; returns how many messages that were.
+
+    What is running is settled as usual. An auto-delete exchange that has lost its last binding goes too.
+    """
+    topology = broker.topology
+    exchanges = {binding.exchange for binding in topology.bindings() if binding.queue == name}
+    number = broker.purge(name)
+    topology.delete_queue(name)
+    # Whoever read the bindings before they were deleted may have published since.
+    number += broker.purge(name)
+    for exchange in exchanges:
+        found = topology.exchange(exchange)
+        if found is not None and found.auto_delete and not topology.bindings(exchange):
+            topology.delete_exchange(exchange)
+    return number
+
+
+def sweep(broker: Broker) -> None:
+    """Delete the queues that nobody has used for as long as they may be unused."""
+    for name in broker.topology.unused():
+        number = delete_queue(broker, name)
+        logger.info("deleted queue %r, which nobody has used for its time, and %d messages in it", name, number)

@@ -1,0 +1,781 @@
+"""The delivery engine: one per consuming connection.
+
+A pump thread does all the database's work of consuming. In one turn it writes the settlements that wait and
+claims what there is room for, both in one transaction where that is possible. Claims go to the buffers of
+the channels, and the consumer is woken: through :class:`~.ready.Ready` where an event loop waits, through a
+condition where ``drain_events`` does. Consumers never wait for the database, and what goes wrong with it is
+never raised at them: the pump keeps what it has, tries again, and claims nothing while leases could not be
+renewed.
+
+A turn is due when half the window can be filled or half of it has been acknowledged, when an acknowledgement
+or a free place is ``ack_delay`` old, or when the consumer has nothing left to do. So a fast consumer is
+served in batches, and a slow one does not wait for a batch to come together.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ..core.broker import Broker
+from ..core.errors import LeaseLost, StoreUnavailable, TaskgateError
+from ..core.lease import LeaseKeeper
+from ..core.model import Claim, FailKind, Lease, Reason, Session
+from ..core.reaper import Reaper
+from ..core.settings import BrokerSettings
+from .codec import Envelope, decode
+from .errors import RecoverableConnectionError, Undecodable
+from .options import EngineOptions
+from .ready import Ready
+from .settle import Action, Batch, Settlement, Settler
+from .window import Consumer, Delivery, Stage, Window
+
+logger = logging.getLogger("kombu_taskgate.transport")
+
+#: Most claims of one call: their payloads come in one answer.
+MOST_CLAIMS = 500
+#: Acks that are always enough for a turn.
+ENOUGH_ACKS = 32
+#: Shortest and longest pause while the database is not available.
+MIN_PAUSE, MAX_PAUSE = 0.1, 2.0
+#: How long a stopping engine goes on trying to write the last settlements.
+LAST_TRY = 5.0
+#: Seconds after which a retired engine has the garbage collector look once for messages that nobody has.
+COLLECT_AFTER = 2.0
+#: How often things are looked at that tell nobody when they change.
+LOOK = 0.25
+
+
+@dataclass(slots=True)
+class _Intake:
+    """One channel's wish for claims: from these queues, so many."""
+
+    window: Window
+    no_ack: bool
+    queues: list[str]
+    free: int
+
+
+@dataclass(slots=True)
+class _Request:
+    """One dequeue call; several intakes can share it."""
+
+    session: Session | None
+    intakes: list[_Intake] = field(default_factory=list)
+    #: How many claims it got, and whether a channel with more room could have got more.
+    found: int = 0
+    curbed: bool = False
+
+    @property
+    def queues(self) -> list[str]:
+        return list(dict.fromkeys(queue for intake in self.intakes for queue in intake.queues))
+
+    @property
+    def limit(self) -> int:
+        """Whichever channel the claims are for, there is room for all of them."""
+        return min(MOST_CLAIMS, *(intake.free for intake in self.intakes))
+
+    @property
+    def full(self) -> bool:
+        return self.found >= self.limit
+
+    def would_take_more(self, claims: Sequence[Claim]) -> bool:
+        """Whether a channel got some, and was held back by another with less room."""
+        if not self.full:
+            return False
+        got = {claim.queue for claim in claims}
+        return any(intake.free > self.limit and not got.isdisjoint(intake.queues) for intake in self.intakes)
+
+
+class DeliveryEngine:
+    """Claims, delivers and settles for the channels of one connection.
+
+    Args:
+        broker: where.
+        settings: of the broker.
+        options: of the engine.
+        owner: shown to operators as the holder of the leases.
+        ready: set while there is something to deliver.
+        upkeep: called in the pump's thread every few seconds; returns after how many seconds again.
+        sweep: called by the reaper after each round.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        settings: BrokerSettings,
+        options: EngineOptions,
+        owner: str,
+        ready: Ready,
+        *,
+        upkeep: Callable[[], float],
+        sweep: Callable[[], None],
+    ) -> None:
+        self.broker = broker
+        self.settings = settings
+        self._options = options
+        self._owner = owner
+        self._ready = ready
+        self._upkeep = upkeep
+        self._keeper = LeaseKeeper(
+            broker,
+            owner,
+            settings.lease_ttl,
+            settings.queue_lease_ttl,
+            on_lost=self._on_lost,
+            on_canceled=self._on_canceled,
+        )
+        shortest = min([settings.lease_ttl, *settings.queue_lease_ttl.values()])
+        self._reaper = Reaper(broker, options.reap_interval or max(0.5, shortest / 3), also=sweep)
+        self._settler = Settler(broker, self._settled)
+        self._reset()
+
+    def _reset(self) -> None:
+        # The lock guards everything below. Neither the broker nor the keeper is ever called under it.
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._arrived = threading.Condition(self._lock)
+        # Held during a turn, and by whoever does the pump's work in its place.
+        self._turn_lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._retired: Callable[[], None] | None = None
+        self._retired_at = 0.0
+        self._look_at = 0.0
+        self._windows: list[Window] = []
+        self._pending = Batch()
+        self._live: dict[tuple[int, int], Delivery] = {}
+        self._wakes = 0
+        self._split = False
+        self._poll_at = 0.0
+        self._poll_pause = self.settings.poll_min
+        self._upkeep_at = 0.0
+        self._retry_at = 0.0
+        self._retry_pause = MIN_PAUSE
+        self._out_since: float | None = None
+
+    # -- life --------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the threads.
+
+        Raises:
+            StoreUnavailable: the database does not answer.
+        """
+        self._keeper.start()
+        self._reaper.start()
+        self._thread = threading.Thread(target=self._pump, name="taskgate-pump", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop claiming, write the settlements that wait, give everything else back, stop the threads. Idempotent."""
+        with self._lock:
+            if self._stopping:
+                return
+            self._stopping = True
+            for window in self._windows:
+                self._put_back(window)
+            self._windows.clear()
+            self._work.notify_all()
+            self._arrived.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            # A call that hangs in a dead network must not keep the process from ending.
+            self._thread.join(LAST_TRY)
+        self._last_settlements()
+        self._keeper.stop()
+        self._reaper.stop()
+
+    def retire(self, done: Callable[[], None]) -> None:
+        """End consuming, but go on renewing and settling what consumers still have; no database work here.
+
+        For a connection that was given up while its process lives on: tasks that are running will be
+        acknowledged. A message that nobody has any more goes back. ``done`` is called at the end, from the
+        pump's thread.
+        """
+        with self._lock:
+            if self._stopping or self._retired is not None:
+                return
+            self._retired = done
+            self._retired_at = time.monotonic()
+            for window in self._windows:
+                window.consumers.clear()
+                self._add(window.take_buffered(), Action.RETURN)
+            self._work.notify_all()
+            self._arrived.notify_all()
+
+    def after_fork(self) -> None:
+        """In the child: everything here is the parent's; forget it without settling anything."""
+        for window in self._windows:
+            window.consumers.clear()
+            window.clear()
+        self._reset()
+        self._stopping = True
+
+    def _last_settlements(self) -> None:
+        give_up = time.monotonic() + LAST_TRY
+        pause = MIN_PAUSE
+        why: object = "the last call to the broker has not come back"
+        while (left := give_up - time.monotonic()) > 0 and self._turn_lock.acquire(timeout=left):
+            try:
+                self._write_pending()
+            except TaskgateError as error:
+                why = error
+            else:
+                return
+            finally:
+                self._turn_lock.release()
+            time.sleep(pause)
+            pause = min(MAX_PAUSE, pause * 2)
+        logger.warning(
+            "stopping with %d acknowledgements and %d other settlements unwritten, those executions will run again: %s",
+            len(self._pending.acks),
+            len(self._pending.others),
+            why,
+        )
+
+    # -- what channels call ------------------------------------------------------------------------
+
+    @property
+    def settles_after_close(self) -> bool:
+        """Whether what consumers still have can be settled although the connection is gone, see :meth:`retire`."""
+        return self._retired is not None and not self._stopping
+
+    @property
+    def refused(self) -> int:
+        """How many settlements were refused because the lease was lost."""
+        return self._settler.refused
+
+    def add_window(self, window: Window) -> None:
+        """Take part in the deliveries of a channel."""
+        with self._lock:
+            self._check_open()
+            if window not in self._windows:
+                self._windows.append(window)
+
+    def remove_window(self, window: Window) -> int:
+        """Give back everything of a channel that closes; returns how many messages its consumers had."""
+        with self._lock:
+            if window not in self._windows:
+                return 0
+            self._windows.remove(window)
+            window.consumers.clear()
+            return self._put_back(window)
+
+    def add_consumer(self, window: Window, consumer: Consumer) -> None:
+        """Start consuming."""
+        with self._lock:
+            self._check_open()
+            window.consumers[consumer.tag] = consumer
+            self._upkeep_at = 0.0
+            self._wake()
+
+    def cancel_consumer(self, window: Window, tag: str) -> Consumer | None:
+        """Stop consuming; what this consumer has not seen goes back."""
+        with self._lock:
+            consumer = window.consumers.pop(tag, None)
+            if consumer is not None:
+                self._add(window.take_buffered(consumer), Action.RETURN)
+            return consumer
+
+    def set_prefetch(self, window: Window, count: int) -> None:
+        """Change the prefetch window."""
+        with self._lock:
+            window.prefetch_count = count
+            self._work.notify()
+            self._announce()
+
+    def set_flow(self, window: Window, active: bool) -> None:
+        """Stop or go on delivering."""
+        with self._lock:
+            window.flow = active
+            self._work.notify()
+            self._announce()
+
+    def settle(self, window: Window, tag: int, action: Action, *, multiple: bool = False) -> None:
+        """Settle deliveries by tag. From any thread; does not wait for the database. Unknown tags are ignored."""
+        with self._lock:
+            room = window.free(no_ack=False)
+            self._add(window.take(tag, multiple=multiple), action)
+            self._room_changed(window, room)
+
+    def recover(self, window: Window) -> None:
+        """Requeue everything that a channel has delivered and not settled."""
+        with self._lock:
+            room = window.free(no_ack=False)
+            self._add(window.take_all(), Action.REQUEUE)
+            self._room_changed(window, room)
+
+    def consumers_of(self, queue: str) -> int:
+        """How many consumers of this connection a queue has."""
+        with self._lock:
+            return sum(len(window.consumers_of(queue)) for window in self._windows)
+
+    def consumed(self) -> list[str]:
+        """Queues that this connection consumes."""
+        with self._lock:
+            return list(dict.fromkeys(c.queue for window in self._windows for c in window.consumers.values()))
+
+    def wake(self, queues: Iterable[str]) -> None:
+        """Look for work now if one of the queues is consumed here."""
+        with self._lock:
+            if not self._stopping and any(window.consumers_of(queue) for queue in queues for window in self._windows):
+                self._wake()
+
+    def flush(self) -> None:
+        """Write the settlements that wait, now and in this thread.
+
+        Raises:
+            StoreUnavailable: they will be written later.
+        """
+        with self._turn_lock:
+            self._write_pending()
+
+    def get(self, window: Window, queue: str, *, no_ack: bool) -> Delivery | None:
+        """Fetch one message, after writing the settlements that wait.
+
+        Raises:
+            StoreUnavailable: the database does not answer.
+        """
+        with self._lock:
+            self._check_open()
+            delivery = window.take_one_of(queue)
+            if delivery is not None and delivery.no_ack == no_ack:
+                delivery.consumer = None
+                window.hand_out(delivery)
+                return delivery
+            if delivery is not None:
+                self._add([delivery], Action.RETURN)
+        with self._turn_lock:
+            self._write_pending()
+            return self._fetch(window, queue, no_ack=no_ack)
+
+    def next_delivery(self, timeout: float | None) -> Delivery | None:
+        """Wait for the next delivery; ``None`` when ``timeout`` seconds (``None``: for ever) have passed."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._lock:
+            while True:
+                self._check_open()
+                delivery = self._next()
+                if delivery is not None:
+                    return delivery
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return None
+                self._arrived.wait(left)
+
+    def dispatch(self, most: int, seconds: float) -> None:
+        """Deliver what is there, for an event loop: at most so many, and no longer than that."""
+        self._ready.clear()
+        stop = time.monotonic() + seconds
+        try:
+            for _ in range(most):
+                delivery = self.next_delivery(0)
+                if delivery is None:
+                    return
+                delivery.window.receive(delivery)
+                if time.monotonic() >= stop:
+                    return
+        finally:
+            with self._lock:
+                self._announce()
+
+    # -- under the lock ----------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._stopping or self._retired is not None:
+            raise RecoverableConnectionError("the connection to the broker is closed")
+
+    def _wake(self) -> None:
+        self._wakes += 1
+        self._poll_at = 0.0
+        self._poll_pause = self.settings.poll_min
+        self._work.notify()
+
+    def _next(self) -> Delivery | None:
+        for place, window in enumerate(self._windows):
+            room = window.free(no_ack=False), window.free(no_ack=True)
+            delivery = window.next_ready()
+            if delivery is not None:
+                # The others come first next time.
+                self._windows.append(self._windows.pop(place))
+                if delivery.no_ack or not window.prefetch_count:
+                    self._room_changed(window, room[delivery.no_ack], no_ack=delivery.no_ack)
+                return delivery
+        return None
+
+    def _announce(self) -> None:
+        if any(window.has_ready() for window in self._windows):
+            self._arrived.notify_all()
+            self._ready.set()
+
+    def _put_back(self, window: Window) -> int:
+        self._add(window.take_buffered(), Action.RETURN)
+        seen = window.take_all()
+        self._add(seen, Action.REQUEUE)
+        return len(seen)
+
+    def _add(self, deliveries: Sequence[Delivery], action: Action, detail: str | None = None) -> None:
+        """Let settlements wait to be written, and start a turn if that makes it due."""
+        if not deliveries:
+            return
+        now = time.monotonic()
+        first = not self._pending.acks
+        for delivery in deliveries:
+            delivery.stage = Stage.SETTLING
+            self._pending.add(Settlement(delivery, action, now, detail))
+        if action is not Action.ACK or first or self._enough_acks():
+            self._work.notify()
+
+    def _enough_acks(self) -> bool:
+        acks = len(self._pending.acks)
+        if acks >= ENOUGH_ACKS:
+            return True
+        size = min((window.size(no_ack=False) for window in self._windows if window.consumers), default=1)
+        return acks * 2 >= size or not any(window.outstanding for window in self._windows)
+
+    def _room_changed(self, window: Window, before: int, *, no_ack: bool = False) -> None:
+        """Start a turn when a window has just become half free, or has its first free place."""
+        after = window.free(no_ack=no_ack)
+        if before <= 0 < after:
+            window.room_since = time.monotonic()
+            self._work.notify()
+        elif before * 2 < window.size(no_ack=no_ack) <= after * 2:
+            self._work.notify()
+
+    def _due(self, now: float) -> float:
+        """When the next turn is due."""
+        if self._pending.others or (self._pending.acks and self._enough_acks()):
+            due = now
+        elif self._pending.acks:
+            due = self._pending.acks[0].since + self._options.ack_delay
+        else:
+            due = math.inf
+        if self._retired is not None:
+            due = min(due, self._look_at)
+        elif any(window.consumers for window in self._windows):
+            due = min(due, max(self._poll_at, self._room_due(now)), self._upkeep_at)
+        return max(due, self._retry_at)
+
+    def _room_due(self, now: float) -> float:
+        due = math.inf
+        for window in self._windows:
+            for no_ack in {consumer.no_ack for consumer in window.consumers.values()}:
+                free = window.free(no_ack=no_ack)
+                if free > 0 and window.flow:
+                    enough = free * 2 >= window.size(no_ack=no_ack)
+                    due = min(due, now if enough else window.room_since + self._options.ack_delay)
+        return due
+
+    def _intakes(self) -> list[_Intake]:
+        if self._stopping or self._retired is not None:
+            return []
+        intakes = []
+        for window in self._windows:
+            for no_ack in (False, True):
+                queues = window.queues(no_ack=no_ack)
+                free = window.free(no_ack=no_ack)
+                if queues and free > 0 and window.flow:
+                    intakes.append(_Intake(window, no_ack, queues, free))
+        return intakes
+
+    # -- the pump ----------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        while True:
+            with self._lock:
+                while not self._stopping:
+                    now = time.monotonic()
+                    due = self._due(now)
+                    if due <= now:
+                        break
+                    self._work.wait(None if due == math.inf else due - now)
+                if self._stopping:
+                    return
+            try:
+                with self._turn_lock:
+                    self._turn()
+            except TaskgateError as error:
+                self._went_wrong(error)
+            except Exception:
+                # The pump must not die silently: its consumer would wait for ever.
+                logger.exception("a turn of the delivery engine failed")
+                self._went_wrong(None)
+            else:
+                self._went_well()
+            if self._retired is not None and self._let_go():
+                self._retired()
+                return
+
+    def _turn(self) -> None:
+        if self._retired is not None:
+            self._give_back_abandoned()
+        with self._lock:
+            batch, self._pending = self._pending, Batch()
+            intakes = self._intakes()
+            wakes = self._wakes
+        requests: list[_Request] = []
+        try:
+            self._settler.write_others(batch)
+            if intakes and self._keeper.may_claim:
+                requests = self._requests(intakes)
+                for request in requests:
+                    refused, claims = self.broker.ack_and_dequeue(
+                        [settlement.claim for settlement in batch.acks],
+                        request.queues,
+                        request.limit,
+                        owner=self._owner,
+                        session=request.session,
+                    )
+                    self._settler.acked(batch, refused)
+                    request.found = len(claims)
+                    request.curbed = request.would_take_more(claims)
+                    self._admit(claims)
+            self._settler.write_acks(batch)
+        finally:
+            with self._lock:
+                self._pending.put_back(batch)
+                self._plan_next_look(requests, woken=wakes != self._wakes)
+        if self._retired is None and time.monotonic() >= self._upkeep_at:
+            self._upkeep_at = time.monotonic() + self._upkeep()
+
+    def _plan_next_look(self, requests: Sequence[_Request], *, woken: bool) -> None:
+        now = time.monotonic()
+        for window in self._windows:
+            window.room_since = now
+        if not requests:
+            if not self._keeper.may_claim:
+                self._poll_at = max(self._poll_at, now + LOOK)
+            return
+        full = any(request.full for request in requests)
+        self._split = any(request.curbed for request in requests) or (self._split and full)
+        if full or woken:
+            self._poll_at = 0.0
+            return
+        found = any(request.found for request in requests)
+        self._poll_pause = self.settings.poll_min if found else min(self._poll_pause * 2, self.settings.poll_max)
+        self._poll_at = now + self._poll_pause * random.uniform(0.8, 1.0)
+
+    def _requests(self, intakes: Sequence[_Intake]) -> list[_Request]:
+        """Bundle the wishes into as few calls as possible; each call is under one session."""
+        requests: dict[tuple[int, int], _Request] = {}
+        acking = any(not intake.no_ack for intake in intakes)
+        for place, intake in enumerate(intakes):
+            by_session: dict[int, _Intake] = {}
+            sessions: dict[int, Session | None] = {}
+            for queue in intake.queues:
+                session = self._keeper.session_for(queue) if acking else None
+                number = 0 if session is None else session.id
+                sessions[number] = session
+                part = by_session.setdefault(number, _Intake(intake.window, intake.no_ack, [], intake.free))
+                part.queues.append(queue)
+            for number, part in by_session.items():
+                # One channel's room is not given out twice, so its sessions share it.
+                part.free = max(1, intake.free // len(by_session))
+                key = (number, place if self._split else 0)
+                requests.setdefault(key, _Request(sessions[number])).intakes.append(part)
+        return list(requests.values())
+
+    def _admit(self, claims: Sequence[Claim]) -> None:
+        """Take claims in: hold their leases, decode them, and put them into the buffers."""
+        if not claims:
+            return
+        # Before anybody can see them: a lease that is not held is not renewed.
+        self._keeper.hold(claims)
+        decoded = [(claim, self._decode(claim)) for claim in claims]
+        at_once = Batch()
+        with self._lock:
+            for claim, envelope in decoded:
+                delivery = self._register(claim, envelope, self._place(claim))
+                action: Action | None = None
+                if isinstance(envelope, Undecodable):
+                    action = Action.UNDECODABLE
+                elif delivery.consumer is None:
+                    action = Action.RETURN  # its consumer was canceled in the meantime
+                elif delivery.no_ack:
+                    action = Action.ACK
+                if action is None:
+                    delivery.window.put(delivery)
+                else:
+                    delivery.stage = Stage.SETTLING
+                    detail = str(envelope) if isinstance(envelope, Undecodable) else None
+                    at_once.add(Settlement(delivery, action, time.monotonic(), detail))
+            self._announce()
+        if at_once:
+            self._write_at_once(at_once)
+
+    def _write_at_once(self, batch: Batch) -> None:
+        try:
+            self._settler.write_others(batch)
+            self._settler.write_acks(batch)
+        finally:
+            with self._lock:
+                self._pending.put_back(batch)
+
+    def _decode(self, claim: Claim) -> Envelope | Undecodable:
+        try:
+            return decode(claim.payload)
+        except Undecodable as error:
+            logger.error(  # noqa: TRY400  # the message says it all
+                "execution %d in queue %r can't be decoded and becomes a dead letter: %s", claim.id, claim.queue, error
+            )
+            return error
+
+    def _place(self, claim: Claim) -> tuple[Window, Consumer] | None:
+        """The consumer with the most room, the longest unserved first."""
+        best: tuple[Window, Consumer] | None = None
+        most = 0
+        for window in self._windows:
+            for consumer in window.consumers_of(claim.queue):
+                free = window.free(no_ack=consumer.no_ack)
+                if best is None or free > most:
+                    best, most = (window, consumer), free
+        if best is not None:
+            window, consumer = best
+            # Of several consumers of a queue on one channel, the next gets the next message.
+            del window.consumers[consumer.tag]
+            window.consumers[consumer.tag] = consumer
+        return best
+
+    def _register(
+        self, claim: Claim, envelope: Envelope | Undecodable, place: tuple[Window, Consumer] | None
+    ) -> Delivery:
+        window, consumer = place if place is not None else (_NOWHERE, None)
+        message = envelope if isinstance(envelope, Envelope) else Envelope(b"")
+        delivery = Delivery(claim, message, window, consumer, consumer is not None and consumer.no_ack)
+        # The row's bytes are not needed any more, and a full window of them can be large.
+        claim.payload = b""
+        self._live[claim.id, claim.token] = delivery
+        return delivery
+
+    def _settled(self, taken: list[Delivery], refused: list[Delivery]) -> None:
+        """The database has answered settlements."""
+        self._keeper.drop([delivery.claim for delivery in (*taken, *refused)])
+        with self._lock:
+            for delivery in (*taken, *refused):
+                self._live.pop((delivery.claim.id, delivery.claim.token), None)
+            for delivery in taken:
+                # Acked before it is delivered: at most once is what this consumer asked for.
+                if delivery.no_ack and delivery.window.consumers.get(_tag(delivery)) is delivery.consumer:
+                    delivery.stage = Stage.BUFFERED
+                    delivery.window.put(delivery)
+            self._announce()
+
+    def _write_pending(self) -> None:
+        with self._lock:
+            batch, self._pending = self._pending, Batch()
+        self._write_at_once(batch)
+
+    def _fetch(self, window: Window, queue: str, *, no_ack: bool) -> Delivery | None:
+        session = None if no_ack else self._keeper.session_for(queue)
+        while claims := self.broker.dequeue([queue], 1, 0.0, owner=self._owner, session=session):
+            (claim,) = claims
+            if not no_ack:
+                self._keeper.hold(claims)
+            envelope = self._decode(claim)
+            if isinstance(envelope, Undecodable):
+                self._fail_undecodable(claim, str(envelope))
+            elif not no_ack or not self.broker.ack_many(claims):
+                with self._lock:
+                    delivery = self._register(claim, envelope, None)
+                    delivery.window, delivery.no_ack = window, no_ack
+                    window.hand_out(delivery)
+                    if no_ack:
+                        del self._live[claim.id, claim.token]
+                return delivery
+        return None
+
+    def _fail_undecodable(self, claim: Claim, detail: str) -> None:
+        try:
+            self.broker.fail(claim, FailKind.SKIP, reason=Reason.UNDECODABLE, detail=detail)
+        except LeaseLost:
+            logger.debug("execution %d is not ours any more", claim.id)
+        self._keeper.drop([claim])
+
+    # -- retired -----------------------------------------------------------------------------------
+
+    def _give_back_abandoned(self) -> None:
+        """Requeue the messages that nobody has any more: those that a worker forgot when its connection broke."""
+        self._look_at = time.monotonic() + LOOK
+        if self._retired_at and time.monotonic() >= self._retired_at + COLLECT_AFTER:
+            # What was in hand when the connection broke is often part of a cycle with the exception.
+            self._retired_at = 0.0
+            gc.collect()
+        with self._lock:
+            for window in self._windows:
+                for delivery in window.unsettled:
+                    if delivery.message is None or delivery.message() is None:
+                        self._add(window.take(delivery.tag), Action.REQUEUE)
+
+    def _let_go(self) -> bool:
+        with self._lock:
+            return not self._pending and not any(window.outstanding for window in self._windows)
+
+    # -- outages -----------------------------------------------------------------------------------
+
+    def _went_wrong(self, error: TaskgateError | None) -> None:
+        now = time.monotonic()
+        with self._lock:
+            self._retry_at = now + self._retry_pause * random.uniform(0.5, 1.0)
+            self._retry_pause = min(MAX_PAUSE, self._retry_pause * 2)
+            waiting = len(self._pending.acks)
+            began, self._out_since = self._out_since is None, self._out_since or now
+        if began and error is not None:
+            level = logging.WARNING if isinstance(error, StoreUnavailable) else logging.ERROR
+            said = "the broker can't be used just now, will go on trying (%d acknowledgements wait): %s"
+            logger.log(level, said, waiting, error)
+
+    def _went_well(self) -> None:
+        with self._lock:
+            since, self._out_since = self._out_since, None
+            self._retry_at, self._retry_pause = 0.0, MIN_PAUSE
+        if since is not None:
+            logger.warning("the broker can be used again after %.1f s", time.monotonic() - since)
+
+    # -- what the keeper tells ---------------------------------------------------------------------
+
+    def _on_lost(self, leases: list[Lease]) -> None:
+        with self._lock:
+            lost = []
+            for lease in leases:
+                delivery = self._live.get((lease.id, lease.token))
+                # Of one that is being settled the database's answer will tell.
+                if delivery is None or delivery.stage is Stage.SETTLING:
+                    continue
+                del self._live[lease.id, lease.token]
+                if delivery.stage is Stage.DELIVERED:
+                    lost.append(delivery.claim)
+                room = delivery.window.free(no_ack=False)
+                delivery.window.discard(delivery)
+                delivery.stage = Stage.GONE
+                self._room_changed(delivery.window, room)
+        for claim in lost:
+            logger.warning(
+                "lease lost: another worker has execution %d now (queue %r, task_id %s); the result of this run will "
+                "not be accepted",
+                claim.id,
+                claim.queue,
+                claim.task_id,
+            )
+
+    def _on_canceled(self, leases: list[Lease]) -> None:
+        """Finish what nobody has seen yet. A task that runs is left alone."""
+        with self._lock:
+            for lease in leases:
+                delivery = self._live.get((lease.id, lease.token))
+                if delivery is not None and delivery.stage is Stage.BUFFERED:
+                    delivery.window.discard(delivery)
+                    self._add([delivery], Action.CANCELED)
+
+
+def _tag(delivery: Delivery) -> str:
+    return "" if delivery.consumer is None else delivery.consumer.tag
+
+
+#: Where a delivery belongs that no channel wants.
+_NOWHERE = Window(lambda delivery: None)

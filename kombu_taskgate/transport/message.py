@@ -1,0 +1,54 @@
+"""The message object that consumers get."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kombu.transport import base
+
+from .times import parse_instant
+from .window import Delivery
+
+if TYPE_CHECKING:
+    from .channel import Channel
+
+#: Where the ETA of a delivered task is still to be seen.
+ETA_HEADER = "taskgate_eta"
+
+
+class Message(base.Message):
+    """A delivered message.
+
+    A message is delivered when its ``eta`` has passed. Celery's worker would put it on its own timer all the
+    same, and raise the prefetch count for it, as long as the header is there. So its value moves to the
+    header ``taskgate_eta``. A value that is no instant stays: the worker knows how to reject it.
+    """
+
+    def __init__(self, delivery: Delivery, channel: Channel) -> None:
+        envelope, claim = delivery.envelope, delivery.claim
+        headers = envelope.headers
+        eta = headers.get("eta")
+        if eta is not None and headers.get("task") is not None and parse_instant(eta) is not None:
+            headers["eta"] = None
+            headers[ETA_HEADER] = eta
+        delivery_info: dict[str, Any] = {
+            "exchange": envelope.exchange,
+            "routing_key": envelope.routing_key,
+            "redelivered": claim.deliveries > 1,
+        }
+        if delivery.consumer is not None:
+            delivery_info["consumer_tag"] = delivery.consumer.tag
+        properties = envelope.properties
+        properties["delivery_info"] = delivery_info
+        properties["delivery_tag"] = delivery.tag
+        super().__init__(
+            body=envelope.body,
+            channel=channel,
+            delivery_tag=delivery.tag,
+            content_type=envelope.content_type,
+            content_encoding=envelope.content_encoding,
+            headers=headers,
+            properties=properties,
+            delivery_info=delivery_info,
+            postencode="utf-8",
+        )

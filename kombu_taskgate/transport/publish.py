@@ -1,0 +1,76 @@
+"""From a message to the executions that the broker stores, one by one or in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import tzinfo
+from typing import TYPE_CHECKING, Any
+
+from ..core.model import NewTask
+from .codec import Envelope, encode
+from .columns import columns_of, new_task
+from .errors import kombu_errors
+from .routing import Router
+
+if TYPE_CHECKING:
+    from .channel import Channel
+
+
+def route(router: Router, envelope: Envelope) -> list[str]:
+    """Queues that the message goes to.
+
+    Raises:
+        NotFound: there is no such exchange.
+    """
+    return router.route(envelope.exchange, envelope.routing_key, envelope.headers)
+
+
+def prepare(router: Router, envelope: Envelope, queues: Sequence[str], naive: tzinfo) -> list[NewTask]:
+    """One execution for each of the queues."""
+    columns = columns_of(envelope, naive)
+    payload = encode(envelope)
+    return [new_task(queue, payload, columns, router.message_ttl(queue)) for queue in queues]
+
+
+class PublishBatch:
+    """Messages that are stored together: all in one transaction, or none.
+
+    Args:
+        channel: where they are published; kombu asks for it.
+        max_size: so many are stored at once when more come.
+    """
+
+    def __init__(self, channel: Channel, max_size: int) -> None:
+        self.channel = channel
+        self._max_size = max_size
+        self._tasks: list[NewTask] = []
+
+    def publish(
+        self, message: Mapping[str, Any], exchange: str | None = "", routing_key: str | None = "", **kwargs: Any
+    ) -> None:
+        """Add a message. Raises as ``basic_publish``, but for what only storing it can tell."""
+        connection = self.channel._open()
+        envelope = self.channel._envelope(message, exchange, routing_key)
+        with kombu_errors():
+            queues = route(connection.router, envelope)
+            self._tasks.extend(prepare(connection.router, envelope, queues, connection.options.naive))
+        if len(self._tasks) >= self._max_size:
+            self.flush()
+
+    def flush(self) -> None:
+        """Store what has been added. Raises as ``basic_publish``; it is not stored then, and not kept either."""
+        tasks, self._tasks = self._tasks, []
+        if not tasks:
+            return
+        connection = self.channel._open()
+        with kombu_errors():
+            connection.broker.enqueue_many(tasks)
+        connection.published(list(dict.fromkeys(task.queue for task in tasks)))
+
+    def discard(self) -> None:
+        """Forget what has been added."""
+        self._tasks.clear()
+
+    def close(self) -> None:
+        """Forget what has not been stored."""
+        self.discard()

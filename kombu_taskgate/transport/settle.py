@@ -1,0 +1,164 @@
+"""Settlements on their way to the broker: collected by the engine, written here, never raised at a consumer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ..core.broker import Broker
+from ..core.errors import LeaseLost, TaskgateError, TaskNotFound
+from ..core.model import Claim, FailKind, Lease, Reason, State
+from .window import Delivery, Stage
+
+logger = logging.getLogger("kombu_taskgate.transport")
+
+
+class Action(Enum):
+    """What a settlement asks for."""
+
+    ACK = "ack"
+    #: The consumer has seen it.
+    REQUEUE = "requeue"
+    #: Nobody has seen it.
+    RETURN = "return"
+    REJECT = "reject"
+    UNDECODABLE = "undecodable"
+    CANCELED = "finish as canceled"
+
+
+@dataclass(slots=True, eq=False)
+class Settlement:
+    """One settlement that waits to be written; ``since`` is monotonic seconds."""
+
+    delivery: Delivery
+    action: Action
+    since: float
+    detail: str | None = None
+    #: An attempt to write it has failed; it may have taken effect.
+    tried: bool = False
+
+    @property
+    def claim(self) -> Claim:
+        """What it settles."""
+        return self.delivery.claim
+
+
+@dataclass(slots=True)
+class Batch:
+    """Settlements that are written together. What has been written is taken out."""
+
+    acks: list[Settlement] = field(default_factory=list)
+    others: list[Settlement] = field(default_factory=list)
+
+    def add(self, settlement: Settlement) -> None:
+        """Add one, in the order in which they came."""
+        (self.acks if settlement.action is Action.ACK else self.others).append(settlement)
+
+    def put_back(self, older: Batch) -> None:
+        """Put what could not be written before what has come since."""
+        for settlement in (*older.acks, *older.others):
+            settlement.tried = True
+        self.acks[:0] = older.acks
+        self.others[:0] = older.others
+
+    def __bool__(self) -> bool:
+        return bool(self.acks or self.others)
+
+
+class Settler:
+    """Writes settlements and tells their outcome.
+
+    Args:
+        broker: where.
+        settled: called with the deliveries whose settlement the database has taken, and those it has refused.
+    """
+
+    def __init__(self, broker: Broker, settled: Callable[[list[Delivery], list[Delivery]], None]) -> None:
+        self._broker = broker
+        self._settled = settled
+        #: How many settlements were refused because the lease was not this process's any more.
+        self.refused = 0
+
+    def write_others(self, batch: Batch) -> None:
+        """Write everything but acks: each rejection, then all that goes back to its queue.
+
+        Raises:
+            StoreUnavailable: what was not written is still in the batch.
+        """
+        for settlement in [s for s in batch.others if s.action not in (Action.REQUEUE, Action.RETURN)]:
+            refused = self._write_one(settlement)
+            batch.others.remove(settlement)
+            self._outcome([settlement], [settlement.claim] if refused else [])
+        for action in (Action.REQUEUE, Action.RETURN):
+            same = [s for s in batch.others if s.action is action]
+            if same:
+                leases = [s.claim for s in same]
+                lost = self._broker.requeue_many(leases, delivered=action is Action.REQUEUE)
+                batch.others = [s for s in batch.others if s.action is not action]
+                self._outcome(same, lost)
+
+    def _write_one(self, settlement: Settlement) -> bool:
+        """Write a rejection; returns whether it was refused."""
+        claim, action = settlement.claim, settlement.action
+        try:
+            if action is Action.CANCELED:
+                self._broker.finish_canceled(claim)
+            else:
+                reason = Reason.UNDECODABLE if action is Action.UNDECODABLE else Reason.REJECTED
+                self._broker.fail(claim, FailKind.SKIP, reason=reason, detail=settlement.detail)
+        except LeaseLost:
+            return True
+        return False
+
+    def write_acks(self, batch: Batch) -> None:
+        """Write the acks alone.
+
+        Raises:
+            StoreUnavailable: they are still in the batch.
+        """
+        if batch.acks:
+            self.acked(batch, self._broker.ack_many([s.claim for s in batch.acks]))
+
+    def acked(self, batch: Batch, refused: Sequence[Lease]) -> None:
+        """Note that the acks of the batch have been written, and which were refused."""
+        acks, batch.acks = batch.acks, []
+        self._outcome(acks, refused)
+
+    def _outcome(self, settlements: Sequence[Settlement], refused: Sequence[Lease]) -> None:
+        lost = {(lease.id, lease.token) for lease in refused}
+        taken: list[Delivery] = []
+        gone: list[Delivery] = []
+        for settlement in settlements:
+            claim = settlement.claim
+            settlement.delivery.stage = Stage.GONE
+            if (claim.id, claim.token) not in lost or (settlement.tried and self._took_effect(settlement)):
+                taken.append(settlement.delivery)
+                continue
+            gone.append(settlement.delivery)
+            self.refused += 1
+            logger.warning(
+                "refused: %s of execution %d (queue %r, task_id %s): its lease was lost, another worker has taken it "
+                "over; this run does not count",
+                settlement.action.value,
+                claim.id,
+                claim.queue,
+                claim.task_id,
+            )
+        self._settled(taken, gone)
+
+    def _took_effect(self, settlement: Settlement) -> bool:
+        """Whether an earlier attempt, whose answer was lost, was the one that counts."""
+        try:
+            task = self._broker.get(settlement.claim.id)
+        except TaskNotFound:
+            return settlement.action is Action.ACK
+        except TaskgateError:
+            return False
+        return task.state is {
+            Action.ACK: State.COMPLETED,
+            Action.REJECT: State.FAILED,
+            Action.UNDECODABLE: State.FAILED,
+            Action.CANCELED: State.CANCELED,
+        }.get(settlement.action, State.PENDING)

@@ -1,0 +1,198 @@
+"""What one channel has buffered, has delivered, and has room for.
+
+Nothing here locks: all of it is used under the lock of the channel's delivery engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from ..core.model import Claim
+from .codec import Envelope
+
+#: Most messages that are claimed ahead where no prefetch window is set.
+UNLIMITED = 100
+
+
+class Stage(Enum):
+    """How far a delivery has come."""
+
+    BUFFERED = "buffered"
+    DELIVERED = "delivered"
+    #: Its settlement is on its way; the database's answer decides what has become of it.
+    SETTLING = "settling"
+    GONE = "gone"
+
+
+@dataclass(slots=True, eq=False)
+class Consumer:
+    """One consumer of a queue."""
+
+    tag: str
+    queue: str
+    no_ack: bool
+    callback: Callable[[Any], Any]
+
+
+@dataclass(slots=True, eq=False)
+class Delivery:
+    """One claim on its way through a channel."""
+
+    claim: Claim
+    envelope: Envelope
+    window: Window
+    #: ``None``: fetched with ``basic_get``.
+    consumer: Consumer | None
+    no_ack: bool
+    stage: Stage = Stage.BUFFERED
+    tag: int = 0
+    #: The message object, as long as somebody has it.
+    message: weakref.ref[Any] | None = None
+
+
+class Window:
+    """Prefetch window, buffer and unsettled deliveries of one channel.
+
+    Args:
+        receive: called with each delivery, in the thread that drains.
+    """
+
+    def __init__(self, receive: Callable[[Delivery], None]) -> None:
+        self.receive = receive
+        #: Most unsettled deliveries; 0 is no limit.
+        self.prefetch_count = 0
+        #: Whether the consumer wants messages (``channel.flow``).
+        self.flow = True
+        self.consumers: dict[str, Consumer] = {}
+        #: When room came up that nobody has filled yet (monotonic seconds).
+        self.room_since = 0.0
+        self._tags = itertools.count(1)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every delivery."""
+        self._buffer: deque[Delivery] = deque()
+        self._unsettled: dict[int, Delivery] = {}
+        self._buffered_no_ack = 0
+        #: Unsettled deliveries that take up a place; what was fetched with ``basic_get`` does not.
+        self._counted = 0
+
+    # -- room --------------------------------------------------------------------------------------
+
+    def size(self, *, no_ack: bool) -> int:
+        """How many places there are. Consumers that do not settle have no window, but a buffer all the same."""
+        return UNLIMITED if no_ack or not self.prefetch_count else self.prefetch_count
+
+    def free(self, *, no_ack: bool) -> int:
+        """How many places are free; negative when the window has been made smaller."""
+        if no_ack:
+            return UNLIMITED - self._buffered_no_ack
+        taken = len(self._buffer) - self._buffered_no_ack
+        if self.prefetch_count:
+            taken += self._counted
+        return self.size(no_ack=False) - taken
+
+    @property
+    def outstanding(self) -> int:
+        """How many deliveries somebody here still has to deal with."""
+        return len(self._buffer) + len(self._unsettled)
+
+    @property
+    def unsettled(self) -> list[Delivery]:
+        """What has been delivered and not been settled."""
+        return list(self._unsettled.values())
+
+    def can_consume(self) -> bool:
+        """Whether one more message may be delivered (kombu's and Celery's name for it)."""
+        return self.flow and (not self.prefetch_count or self._counted < self.prefetch_count)
+
+    def can_consume_max_estimate(self) -> int | None:
+        """How many more messages may be delivered; ``None`` is any number."""
+        return max(0, self.prefetch_count - self._counted) if self.prefetch_count else None
+
+    # -- coming and going --------------------------------------------------------------------------
+
+    def put(self, delivery: Delivery) -> None:
+        """Buffer a delivery for its consumer."""
+        self._buffer.append(delivery)
+        self._buffered_no_ack += delivery.no_ack
+
+    def next_ready(self) -> Delivery | None:
+        """Hand out the next delivery that may go out now."""
+        if not self.flow:
+            return None
+        for place, delivery in enumerate(self._buffer):
+            if delivery.no_ack or self.can_consume():
+                del self._buffer[place]
+                self._buffered_no_ack -= delivery.no_ack
+                self.hand_out(delivery)
+                return delivery
+        return None
+
+    def has_ready(self) -> bool:
+        """Whether :meth:`next_ready` would find something."""
+        return self.flow and (self._buffered_no_ack > 0 or (bool(self._buffer) and self.can_consume()))
+
+    def hand_out(self, delivery: Delivery) -> None:
+        """Give a delivery its tag; unless ``no_ack`` it is unsettled from now on."""
+        delivery.tag = next(self._tags)
+        delivery.stage = Stage.DELIVERED
+        if not delivery.no_ack:
+            self._unsettled[delivery.tag] = delivery
+            self._counted += delivery.consumer is not None
+
+    def take(self, tag: int, *, multiple: bool = False) -> list[Delivery]:
+        """Take out what a settlement names: one delivery, or all up to it (0: all)."""
+        if multiple:
+            tags = [known for known in self._unsettled if tag == 0 or known <= tag]
+        else:
+            tags = [tag] if tag in self._unsettled else []
+        taken = [self._unsettled.pop(known) for known in tags]
+        self._counted -= sum(delivery.consumer is not None for delivery in taken)
+        return taken
+
+    def take_all(self) -> list[Delivery]:
+        """Take out every unsettled delivery."""
+        return self.take(0, multiple=True)
+
+    def take_buffered(self, consumer: Consumer | None = None) -> list[Delivery]:
+        """Take out what nobody has seen yet: of one consumer, or all."""
+        taken = [d for d in self._buffer if consumer is None or d.consumer is consumer]
+        if taken:
+            self._buffer = deque(d for d in self._buffer if consumer is not None and d.consumer is not consumer)
+            self._buffered_no_ack -= sum(delivery.no_ack for delivery in taken)
+        return taken
+
+    def take_one_of(self, queue: str) -> Delivery | None:
+        """Take the first buffered delivery of a queue out of the buffer."""
+        for delivery in self._buffer:
+            if delivery.claim.queue == queue:
+                self._remove(delivery)
+                return delivery
+        return None
+
+    def discard(self, delivery: Delivery) -> None:
+        """Forget a delivery, wherever it is."""
+        if delivery.stage is Stage.BUFFERED:
+            self._remove(delivery)
+        else:
+            self.take(delivery.tag)
+
+    def _remove(self, delivery: Delivery) -> None:
+        if delivery in self._buffer:
+            self._buffer.remove(delivery)
+            self._buffered_no_ack -= delivery.no_ack
+
+    def queues(self, *, no_ack: bool) -> list[str]:
+        """Queues of the consumers of one kind."""
+        return list(dict.fromkeys(c.queue for c in self.consumers.values() if c.no_ack == no_ack))
+
+    def consumers_of(self, queue: str) -> list[Consumer]:
+        """Consumers of a queue."""
+        return [consumer for consumer in self.consumers.values() if consumer.queue == queue]
