@@ -208,7 +208,7 @@ class MemoryBroker:
             priority=task.priority,
             run_at=task.run_at if task.run_at is not None else now + to_ms(task.delay or 0),
             created_at=now,
-            expires_at=task.expires_at,
+            expires_at=_earliest(task.expires_at, None if task.expires_in is None else now + to_ms(task.expires_in)),
             finished_at=now if doomed else None,
             key=task.key,
             fail_fast=task.fail_fast,
@@ -786,6 +786,10 @@ class MemoryTopology:
 
 
 _by_id = attrgetter("id")
+
+
+def _earliest(*instants: int | None) -> int | None:
+    return min((instant for instant in instants if instant is not None), default=None)
 
 
 def _claim_order(row: Task) -> tuple[int, int, int]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from datetime import timezone, tzinfo
 from typing import Any
 
-from ..core.clock import to_ms
 from ..core.model import MAX_NAME, NewTask
 from .codec import Envelope
-from .times import parse_instant
+from .times import parse_instant, with_zone
 
 MIN_PRIORITY = 0
 MAX_PRIORITY = 9
@@ -28,6 +26,8 @@ class Columns:
     priority: int
     run_at: int | None
     expires_at: int | None
+    #: Seconds from the database's now: a time to live means nothing on the publisher's clock.
+    expires_in: float | None
 
 
 def columns_of(envelope: Envelope, naive: tzinfo = timezone.utc) -> Columns:
@@ -37,14 +37,17 @@ def columns_of(envelope: Envelope, naive: tzinfo = timezone.utc) -> Columns:
     reject them.
 
     Args:
-        envelope: the message; its ``priority`` property is brought into 0..9.
-        naive: zone of an ``eta`` or ``expires`` that names none.
+        envelope: the message; its ``priority`` property is brought into 0..9, and an ``eta`` or ``expires`` that
+            names no zone gets one, so that whoever consumes it reads the same instant.
+        naive: that zone.
     """
     headers, properties = envelope.headers, envelope.properties
     priority = clamp_priority(properties.get("priority"))
     properties["priority"] = priority
     # Other messages have headers of these names too, with other meanings: remote control has its own "expires".
     is_task = headers.get("task") is not None
+    if is_task:
+        headers.update((name, with_zone(headers[name], naive)) for name in ("eta", "expires") if headers.get(name))
     return Columns(
         type=_text(headers.get("task")) or "",
         task_id=_text(headers.get("id")) or _text(properties.get("correlation_id")),
@@ -53,10 +56,8 @@ def columns_of(envelope: Envelope, naive: tzinfo = timezone.utc) -> Columns:
         group_id=_text(headers.get("group")),
         priority=priority,
         run_at=parse_instant(headers.get("eta"), naive) if is_task else None,
-        expires_at=_earliest(
-            parse_instant(headers.get("expires"), naive) if is_task else None,
-            _in_ms(_milliseconds(properties.get("expiration"))),
-        ),
+        expires_at=parse_instant(headers.get("expires"), naive) if is_task else None,
+        expires_in=_seconds(properties.get("expiration")),
     )
 
 
@@ -72,7 +73,8 @@ def new_task(queue: str, payload: bytes, columns: Columns, message_ttl: float | 
         group_id=columns.group_id,
         priority=columns.priority,
         run_at=columns.run_at,
-        expires_at=_earliest(columns.expires_at, None if message_ttl is None else _in_ms(message_ttl * 1000)),
+        expires_at=columns.expires_at,
+        expires_in=_shortest(columns.expires_in, message_ttl),
     )
 
 
@@ -91,18 +93,14 @@ def _text(value: Any) -> str | None:
     return value.replace("\0", "").encode("utf-8", "replace").decode()[:MAX_NAME] or None
 
 
-def _milliseconds(value: Any) -> float | None:
-    """AMQP writes ``expiration`` as text."""
+def _seconds(value: Any) -> float | None:
+    """AMQP writes ``expiration`` as text, in milliseconds."""
     try:
         number = float(value)
     except (TypeError, ValueError):
         return None
-    return number if abs(number) < 1e15 else None
+    return number / 1000 if abs(number) < 1e15 else None
 
 
-def _in_ms(milliseconds: float | None) -> int | None:
-    return None if milliseconds is None else to_ms(time.time()) + round(milliseconds)
-
-
-def _earliest(*instants: int | None) -> int | None:
-    return min((instant for instant in instants if instant is not None), default=None)
+def _shortest(*seconds: float | None) -> float | None:
+    return min((number for number in seconds if number is not None), default=None)

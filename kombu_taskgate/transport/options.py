@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from datetime import timezone as fixed_zone
 from datetime import tzinfo
 from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
@@ -15,6 +14,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 from ..core.errors import ConfigError
 from ..core.settings import BrokerSettings
 from .foreign_options import ENCRYPTION, KOMBU, REASONS
+from .zones import naive_zone
 
 logger = logging.getLogger("kombu_taskgate.transport")
 
@@ -29,20 +29,21 @@ class EngineOptions:
         ack_delay: longest time that acknowledgements, and free places of the prefetch window, are collected.
         reap_interval: how often leases that have run out are looked for; ``None``: a third of the shortest
             lease time, at least 0.5.
-        timezone: zone of an ``eta`` or ``expires`` that names none, e.g. ``Europe/Berlin``.
+        timezone: zone of an ``eta`` or ``expires`` that names none, e.g. ``Europe/Berlin``; ``None``: that of the
+            Celery app's settings, and UTC in a program without Celery.
     """
 
     ack_delay: float = 0.005
     reap_interval: float | None = None
-    timezone: str = "UTC"
-    _naive: tzinfo = field(default=fixed_zone.utc, init=False, repr=False, compare=False)
+    timezone: str | None = None
+    _naive: tzinfo | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.ack_delay >= 0:
             raise ConfigError(f"ack_delay must not be negative, not {self.ack_delay!r}")
         if self.reap_interval is not None and not self.reap_interval > 0:
             raise ConfigError(f"reap_interval must be more than 0 seconds, not {self.reap_interval!r}")
-        if self.timezone != "UTC":
+        if self.timezone is not None:
             try:
                 object.__setattr__(self, "_naive", ZoneInfo(self.timezone))
             except (ZoneInfoNotFoundError, ValueError, OSError):
@@ -53,8 +54,8 @@ class EngineOptions:
 
     @property
     def naive(self) -> tzinfo:
-        """The zone that ``timezone`` names."""
-        return self._naive
+        """The zone that ``timezone`` names, or whoever knows the app's settings."""
+        return naive_zone() if self._naive is None else self._naive
 
 
 def parse_options(

@@ -39,6 +39,24 @@ def parse_instant(value: Any, naive: tzinfo = timezone.utc) -> int | None:
     return None
 
 
+def with_zone(value: Any, naive: tzinfo) -> Any:
+    """A text or datetime without a zone as text in the zone ``naive``; anything else as it is."""
+    if isinstance(value, datetime):
+        value = value.isoformat()
+    if not isinstance(value, str):
+        return value
+    match = _ISO.match(value.strip())
+    if match is None or match[8] or match[9]:
+        return value
+    instant = _parse_text(value.strip(), naive)
+    if instant is None:
+        return value
+    try:
+        return datetime.fromtimestamp(instant / 1000, timezone.utc).astimezone(naive).isoformat()
+    except (OverflowError, ValueError, OSError):
+        return value
+
+
 def _parse_text(text: str, naive: tzinfo) -> int | None:
     match = _ISO.match(text)
     if match is None:

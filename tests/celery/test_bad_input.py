@@ -74,7 +74,7 @@ def test_publishing_to_an_unreachable_server_ends(make_lab: MakeLab, tmp_path: P
 
 
 def test_unknown_option_names_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="lease_tll.*lease_ttl"):
+    with pytest.raises(ConfigError, match=r"lease_tll.*lease_ttl"):
         connect(f"taskgate+sqlite:///{tmp_path}/x.db", lease_tll=5)
 
 

@@ -51,9 +51,7 @@ class Kept:
     def __init__(self, broker: MemoryBroker, **ttls: float) -> None:
         self.lost: list[Lease] = []
         self.canceled: list[Lease] = []
-        self.keeper = LeaseKeeper(
-            broker, "me", TTL, ttls, on_lost=self.lost.extend, on_canceled=self.canceled.extend
-        )
+        self.keeper = LeaseKeeper(broker, "me", TTL, ttls, on_lost=self.lost.extend, on_canceled=self.canceled.extend)
         self.keeper.start()
 
 

@@ -23,17 +23,18 @@ KILLS = 20
 TRIGGERS = {
     "sqlite": [
         "CREATE TABLE {p}ends (id INTEGER, token INTEGER, how TEXT)",
-        "CREATE TRIGGER {p}ended AFTER UPDATE OF state ON {p}tasks WHEN OLD.state = 'running' AND NEW.state <> 'running' "
-        "BEGIN INSERT INTO {p}ends VALUES (OLD.id, OLD.token, NEW.state); END",
-        "CREATE TRIGGER {p}removed AFTER DELETE ON {p}tasks BEGIN "
-        "INSERT INTO {p}ends VALUES (OLD.id, OLD.token, 'removed as ' || OLD.state); END",
+        """CREATE TRIGGER {p}ended AFTER UPDATE OF state ON {p}tasks
+        WHEN OLD.state = 'running' AND NEW.state <> 'running'
+        BEGIN INSERT INTO {p}ends VALUES (OLD.id, OLD.token, NEW.state); END""",
+        """CREATE TRIGGER {p}removed AFTER DELETE ON {p}tasks
+        BEGIN INSERT INTO {p}ends VALUES (OLD.id, OLD.token, 'removed as ' || OLD.state); END""",
     ],
     "postgresql": [
         "CREATE TABLE {p}ends (id BIGINT, token BIGINT, how TEXT)",
-        "CREATE FUNCTION {p}note() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
-        "IF TG_OP = 'DELETE' THEN INSERT INTO {p}ends VALUES (OLD.id, OLD.token, 'removed as ' || OLD.state); "
-        "ELSIF OLD.state = 'running' AND NEW.state <> 'running' THEN "
-        "INSERT INTO {p}ends VALUES (OLD.id, OLD.token, NEW.state); END IF; RETURN NULL; END $$",
+        """CREATE FUNCTION {p}note() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+        IF TG_OP = 'DELETE' THEN INSERT INTO {p}ends VALUES (OLD.id, OLD.token, 'removed as ' || OLD.state);
+        ELSIF OLD.state = 'running' AND NEW.state <> 'running' THEN
+        INSERT INTO {p}ends VALUES (OLD.id, OLD.token, NEW.state); END IF; RETURN NULL; END $$""",
         "CREATE TRIGGER {p}ended AFTER UPDATE OR DELETE ON {p}tasks FOR EACH ROW EXECUTE FUNCTION {p}note()",
     ],
 }

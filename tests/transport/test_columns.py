@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+from zoneinfo import ZoneInfo
+
 import pytest
 
 from kombu_taskgate.core.model import Filter
-from kombu_taskgate.transport import columns
 from kombu_taskgate.transport.codec import Envelope
 from kombu_taskgate.transport.columns import clamp_priority, columns_of, new_task
 from tests.transport.helpers import get, publish
 
 NOW = 1_700_000_000_000
-
-
-@pytest.fixture(autouse=True)
-def _frozen(monkeypatch):
-    monkeypatch.setattr(columns.time, "time", lambda: NOW / 1000)
 
 
 def of(headers=None, **properties):
@@ -51,13 +47,24 @@ def test_eta_is_when_it_may_run():
 
 
 def test_the_earliest_expiry_counts():
-    assert of(expiration="5000").expires_at == NOW + 5000
-    assert of({"expires": "2023-11-14T22:13:23"}, expiration="5000").expires_at == NOW + 3000
-    assert of({"expires": NOW / 1000 + 60}, expiration="5000").expires_at == NOW + 5000
-    assert of({"expires": "whenever"}, expiration="soon").expires_at is None
-    assert of(expiration="1e300").expires_at is None
-    assert new_task("q", b"", of(expiration="5000"), 2.0).expires_at == NOW + 2000
-    assert new_task("q", b"", of(), None).expires_at is None
+    assert of(expiration="5000").expires_in == 5.0
+    both = of({"expires": "2023-11-14T22:13:23"}, expiration="5000")
+    assert (both.expires_at, both.expires_in) == (NOW + 3000, 5.0)
+    assert of({"expires": NOW / 1000 + 60}).expires_at == NOW + 60_000
+    garbage = of({"expires": "whenever"}, expiration="soon")
+    assert (garbage.expires_at, garbage.expires_in) == (None, None)
+    assert of(expiration="1e300").expires_in is None
+    assert new_task("q", b"", of(expiration="5000"), 2.0).expires_in == 2.0
+    assert new_task("q", b"", of(), None).expires_in is None
+
+
+def test_times_without_a_zone_get_one():
+    """What the worker reads is the same instant as what the broker reads."""
+    tokyo = ZoneInfo("Asia/Tokyo")
+    envelope = Envelope(b"", headers={"task": "t", "eta": "2023-11-15T07:13:30", "expires": "2023-11-14T22:14:00Z"})
+    assert columns_of(envelope, tokyo).run_at == NOW + 10_000
+    assert envelope.headers["eta"] == "2023-11-15T07:13:30+09:00"
+    assert envelope.headers["expires"] == "2023-11-14T22:14:00Z"
 
 
 def test_headers_of_other_messages_mean_other_things():
