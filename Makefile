@@ -1,0 +1,55 @@
+# Everything runs in a private environment, .venv, that is made and filled on first use and left alone afterwards.
+
+PYTHON ?= python3
+# More arguments for pytest, e.g. make test ARGS="-k lease -x"
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types imports check clean
+
+help: ## List what can be made
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.package ## Publish a hundred tasks, kill the worker in the middle, count what is lost
+	@$(BIN)/python examples/demo/run.py
+
+test: $(VENV)/.test ## Run every test that this machine can run; what is skipped is named with its reason
+	$(BIN)/python -m pytest -rs $(ARGS)
+
+check: lint types imports ## Everything that reads the code without running it
+
+lint: $(VENV)/.test ## Check style and layout of the code
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.test ## Check types
+	$(BIN)/mypy
+
+imports: $(VENV)/.test ## Check who imports whom
+	$(BIN)/lint-imports
+
+clean: ## Remove the environment, caches and build results
+	rm -rf $(VENV) dist .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+# Each stamp is touched last, so that an interrupted step is done again.
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit("taskgate needs Python 3.10 or newer and %s is %s.%s; name another one: make PYTHON=python3.12" % (sys.executable, *sys.version_info[:2]) if sys.version_info < (3, 10) else 0)'
+	@echo "Making a private environment in $(VENV) (only once)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(VENV)/.package: pyproject.toml | $(VENV)/.created
+	@echo "Installing the package"
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.test: pyproject.toml | $(VENV)/.created
+	@echo "Installing the package and what its tests need"
+	@$(PIP) --editable '.[test]'
+	@touch $@ $(VENV)/.package
