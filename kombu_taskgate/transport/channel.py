@@ -341,7 +341,7 @@ class Channel(StdChannel):
             body=message["body"],
             content_type=message.get("content-type"),
             content_encoding=message.get("content-encoding"),
-            headers=message.get("headers") or {},
+            headers=dict(message.get("headers") or {}),
             properties=dict(message.get("properties") or {}),
             exchange=exchange or "",
             routing_key=routing_key or "",
@@ -444,7 +444,7 @@ class Channel(StdChannel):
             return
         if self.closed and not self._engine.settles_after_close:
             logger.info(
-                "%s of delivery %s came after its channel was closed: the message has been given back",
+                "%s of delivery %s came after its channel was closed and does nothing: the message has been given back",
                 action.value,
                 delivery_tag,
             )

@@ -239,8 +239,6 @@ class Connection:
 
     def at_exit(self) -> None:
         """Close it with its process, also when it has been abandoned."""
-        if self._pid != os.getpid():
-            return
         if self._closed:
             if self._engine is not None:
                 self._engine.stop()
@@ -249,7 +247,7 @@ class Connection:
 
     def after_fork(self) -> None:
         """In the child: everything here is the parent's."""
-        self._closed = True
+        self._closed = True  # the process number alone could come again in a child's child
         self._lock = threading.Lock()
         self.declared.after_fork()
         if self._engine is not None:

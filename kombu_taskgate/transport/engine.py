@@ -211,9 +211,6 @@ class DeliveryEngine:
 
     def after_fork(self) -> None:
         """In the child: everything here is the parent's; forget it without settling anything."""
-        for window in self._windows:
-            window.consumers.clear()
-            window.clear()
         self._reset()
         self._stopping = True
 
@@ -345,12 +342,14 @@ class DeliveryEngine:
         with self._lock:
             self._check_open()
             delivery = window.take_one_of(queue)
-            if delivery is not None and delivery.no_ack == no_ack:
+            if delivery is not None:
+                # What a consumer of the channel has not seen yet. If it does not acknowledge, that is done already.
                 delivery.consumer = None
                 window.hand_out(delivery)
-                return delivery
-            if delivery is not None:
-                self._add([delivery], Action.RETURN)
+        if delivery is not None:
+            if no_ack and not delivery.no_ack:
+                self.settle(window, delivery.tag, Action.ACK)
+            return delivery
         with self._turn_lock:
             self._write_pending()
             return self._fetch(window, queue, no_ack=no_ack)
@@ -743,11 +742,10 @@ class DeliveryEngine:
         with self._lock:
             lost = []
             for lease in leases:
-                delivery = self._live.get((lease.id, lease.token))
-                # Of one that is being settled the database's answer will tell.
-                if delivery is None or delivery.stage is Stage.SETTLING:
+                delivery = self._live.pop((lease.id, lease.token), None)
+                if delivery is None:
                     continue
-                del self._live[lease.id, lease.token]
+                # Of one that is being settled the database's answer will tell.
                 if delivery.stage is Stage.DELIVERED:
                     lost.append(delivery.claim)
                 room = delivery.window.free(no_ack=False)

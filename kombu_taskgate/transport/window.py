@@ -73,10 +73,6 @@ class Window:
         #: When room came up that nobody has filled yet (monotonic seconds).
         self.room_since = 0.0
         self._tags = itertools.count(1)
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget every delivery."""
         self._buffer: deque[Delivery] = deque()
         self._unsettled: dict[int, Delivery] = {}
         self._buffered_no_ack = 0

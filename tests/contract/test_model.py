@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -46,11 +47,13 @@ LIMITS: dict[str, Any] = {
     "queue_lease_ttl": {"b": 3},
     "lease_lost_max": 2,
     "throttled_max": 2,
-    "max_deliveries": 4,
+    "max_deliveries": 3,
     "keep_failed": 60,
 }
 EXAMPLES = int(os.environ.get("TASKGATE_TEST_MODEL_EXAMPLES", "80"))
 STEPS = 50
+#: How many before the newest: mostly few, so that commands meet, and sometimes many.
+AGO = st.integers(0, 5) | st.integers(0, 40)
 
 
 @dataclass
@@ -69,12 +72,12 @@ class Side:
         return self.ids.index(id) if id in self.ids else None
 
     def id(self, number: int) -> int:
-        """The id that came as this number (in a circle); one that nobody has where there is none."""
-        return self.ids[number % len(self.ids)] if self.ids else 10**12
+        """The id that came so many before the newest (in a circle); one that nobody has where there is none."""
+        return self.ids[-1 - number % len(self.ids)] if self.ids else 10**12
 
     def lease(self, number: int) -> Lease:
-        """The lease that came as this number (in a circle), which may be long lost."""
-        return self.leases[number % len(self.leases)] if self.leases else Lease(10**12, 1)
+        """The lease that came so many before the newest (in a circle), which may be long lost."""
+        return self.leases[-1 - number % len(self.leases)] if self.leases else Lease(10**12, 1)
 
     def session(self, number: int) -> Session | None:
         """A session, or none: one number in so many stands for none."""
@@ -114,6 +117,40 @@ def _task(side: Side, task: Task) -> dict[str, Any]:
     return _without(side, task, set())
 
 
+#: What a holder may do with its lease, and what others do to it meanwhile; (broker, lease, now in ms).
+WAYS: dict[str, Callable[[Broker, Lease, int], Any]] = {
+    "ack": lambda broker, lease, now: broker.ack(lease),
+    "ack result": lambda broker, lease, now: broker.ack(lease, b"result"),
+    "cancel": lambda broker, lease, now: broker.cancel(lease.id),
+    "fail": lambda broker, lease, now: broker.fail(lease),
+    "fail, retry soon": lambda broker, lease, now: broker.fail(lease, delay=2.0, detail="why"),
+    "fail, retry at": lambda broker, lease, now: broker.fail(lease, retry_at=now + 5000),
+    "fail, unclear": lambda broker, lease, now: broker.fail(lease, delay=1.0, retry_at=now),
+    "finish canceled": lambda broker, lease, now: broker.finish_canceled(lease),
+    "heartbeat": lambda broker, lease, now: broker.heartbeat(lease),
+    "requeue": lambda broker, lease, now: broker.requeue(lease),
+    "requeue unseen": lambda broker, lease, now: broker.requeue(lease, delivered=False),
+    "skip": lambda broker, lease, now: broker.fail(lease, FailKind.SKIP, reason=Reason.UNDECODABLE, detail="why"),
+    "throttle": lambda broker, lease, now: broker.fail(lease, FailKind.THROTTLED, delay=2.0),
+}
+
+
+#: Often a cancel, because what follows from one takes a second way.
+SOME_WAY = st.sampled_from(["cancel"] * 5 + sorted(WAYS))
+
+
+def _outcome(side: Side, call: Callable[[], Any]) -> Any:
+    """What a call answers, or the class of its error."""
+    try:
+        return call()
+    except TaskExists as error:
+        # Of an earlier task in the same refused call nothing but the key is worth comparing.
+        number = side.number(error.id)
+        return TaskExists, error.key, number, None if number is None else error.state
+    except TaskgateError as error:
+        return type(error)
+
+
 class Commands(RuleBasedStateMachine):
     """One example: a fresh pair of brokers and up to STEPS commands."""
 
@@ -144,14 +181,7 @@ class Commands(RuleBasedStateMachine):
         outcomes = []
         for side in self.sides:
             side.told.clear()
-            try:
-                outcome = command(side)
-            except TaskExists as error:
-                # Of an earlier task in the same refused call nothing but the key is worth comparing.
-                number = side.number(error.id)
-                outcome = (TaskExists, error.key, number, None if number is None else error.state)
-            except TaskgateError as error:
-                outcome = type(error)
+            outcome = _outcome(side, partial(command, side))
             told = [(side.number(c.id), c.queue, str(c.before), str(c.after)) for c in side.told]
             outcomes.append((outcome, sorted(told, key=repr)))
         expected, found = outcomes
@@ -168,7 +198,7 @@ class Commands(RuleBasedStateMachine):
             "when": st.sampled_from([None, None, None, ("delay", 0.0), ("delay", 4.0), ("run_at", -5), ("run_at", 12)]),
             "expires": st.sampled_from([None, None, None, 2, 15, -1]),
             "key": st.sampled_from([None, None, None, "k1", "k2"]),
-            "parents": st.lists(st.integers(0, 30), max_size=2),
+            "parents": st.lists(AGO, max_size=2),
             "fail_fast": st.booleans(),
             "max_retry": st.integers(0, 2),
         }
@@ -220,110 +250,90 @@ class Commands(RuleBasedStateMachine):
     def enqueue_many(self, wanted: list[dict[str, Any]]) -> None:
         self._enqueue(wanted)
 
-    @rule(queue=st.sampled_from(QUEUES), parents=st.lists(st.integers(0, 30), min_size=1, max_size=3))
+    @rule(queue=st.sampled_from(QUEUES), parents=st.lists(AGO, min_size=1, max_size=3))
     def enqueue_child(self, queue: str, parents: list[int]) -> None:
         def command(side: Side) -> None:
-            side.ids.append(side.broker.enqueue(NewTask(queue, parents=[side.id(-number) for number in parents])))
+            side.ids.append(side.broker.enqueue(NewTask(queue, parents=[side.id(number) for number in parents])))
 
         self.both(command)
 
-    # -- claiming ----------------------------------------------------------------------------------
+    # -- claiming and settling ---------------------------------------------------------------------
 
-    @rule(queue=st.sampled_from(QUEUES), limit=st.sampled_from([1, 1, 2, 5]), session=st.integers(0, 9))
-    def dequeue(self, queue: str, limit: int, session: int) -> None:
-        self.both(
-            lambda side: _claims(
-                side, side.broker.dequeue([queue], limit, owner=f"w{session}", session=side.session(session))
-            )
-        )
+    @rule(
+        queue=st.sampled_from(QUEUES),
+        limit=st.sampled_from([1, 1, 2, 5]),
+        session=AGO,
+        ways=st.lists(SOME_WAY, max_size=3),
+    )
+    def dequeue(self, queue: str, limit: int, session: int, ways: list[str]) -> None:
+        def command(side: Side) -> Any:
+            claims = side.broker.dequeue([queue], limit, owner=f"w{session}", session=side.session(session))
+            return _claims(side, claims), [self._use(side, lease, way) for way in ways for lease in claims]
 
-    @rule()
-    def dequeue_all(self) -> None:
+        self.both(command)
+
+    def _use(self, side: Side, lease: Lease, way: str) -> Any:
+        return _outcome(side, lambda: WAYS[way](side.broker, lease, self.clock.now_ms()))
+
+    @rule(queue=st.sampled_from(QUEUES), times=st.integers(1, 5), way=SOME_WAY)
+    def dequeue_again_and_again(self, queue: str, times: int, way: str) -> None:
+        def command(side: Side) -> Any:
+            seen = []
+            for _ in range(times):
+                claims = side.broker.dequeue([queue])
+                seen.append((_claims(side, claims), [self._use(side, lease, way) for lease in claims]))
+            return seen
+
+        self.both(command)
+
+    @rule(session=AGO)
+    def dequeue_all(self, session: int) -> None:
         def command(side: Side) -> list[Any]:
             # Which queue comes first is not the same everywhere; what they hold is. A claim may free more.
             claims: list[Claim] = []
-            while more := side.broker.dequeue(QUEUES, EVERYTHING, owner="all"):
+            while more := side.broker.dequeue(QUEUES, EVERYTHING, owner="all", session=side.session(session)):
                 claims += more
             return _claims(side, sorted(claims, key=lambda claim: claim.id))
 
         self.both(command)
 
-    @rule(numbers=st.lists(st.integers(0, 40), max_size=3), queue=st.sampled_from(QUEUES), limit=st.integers(0, 3))
+    @rule(numbers=st.lists(AGO, max_size=3), queue=st.sampled_from(QUEUES), limit=st.integers(0, 3))
     def ack_and_dequeue(self, numbers: list[int], queue: str, limit: int) -> None:
         def command(side: Side) -> Any:
-            leases = [side.lease(-number) for number in numbers]
+            leases = [side.lease(number) for number in numbers]
             refused, claims = side.broker.ack_and_dequeue(leases, [queue], limit, owner="w")
             return [side.number(lease.id) for lease in refused], _claims(side, claims)
 
         self.both(command)
 
-    # -- settling ----------------------------------------------------------------------------------
+    @rule(number=AGO, way=SOME_WAY)
+    def use_a_lease(self, number: int, way: str) -> None:
+        self.both(lambda side: self._use(side, side.lease(number), way))
 
-    @rule(number=st.integers(0, 40), result=st.sampled_from([None, b"result"]))
-    def ack(self, number: int, result: bytes | None) -> None:
-        self.both(lambda side: side.broker.ack(side.lease(-number), result))
-
-    @rule(numbers=st.lists(st.integers(0, 40), max_size=5))
-    def ack_many(self, numbers: list[int]) -> None:
-        self._many(numbers, lambda broker, leases: broker.ack_many(leases))
-
-    @rule(numbers=st.lists(st.integers(0, 40), max_size=5), delivered=st.booleans())
-    def requeue_many(self, numbers: list[int], delivered: bool) -> None:
-        self._many(numbers, lambda broker, leases: broker.requeue_many(leases, delivered=delivered))
-
-    def _many(self, numbers: list[int], settle: Callable[[Broker, list[Lease]], list[Lease]]) -> None:
-        self.both(
-            lambda side: [
-                side.number(lease.id) for lease in settle(side.broker, [side.lease(-number) for number in numbers])
-            ]
-        )
-
-    @rule(
-        number=st.integers(0, 40),
-        kind=st.sampled_from(FailKind),
-        when=st.sampled_from([{}, {"delay": 4.0}, {"retry_at": 9000}, {"delay": 1.0, "retry_at": 1}]),
-        reason=st.sampled_from([None, None, Reason.UNDECODABLE]),
-        detail=st.sampled_from([None, "because"]),
-    )
-    def fail(
-        self, number: int, kind: FailKind, when: dict[str, Any], reason: Reason | None, detail: str | None
-    ) -> None:
-        if "retry_at" in when:
-            when = {**when, "retry_at": when["retry_at"] + self.clock.now_ms()}
-        self.both(lambda side: side.broker.fail(side.lease(-number), kind, reason=reason, detail=detail, **when))
-
-    @rule(number=st.integers(0, 40), delivered=st.booleans())
-    def requeue(self, number: int, delivered: bool) -> None:
-        self.both(lambda side: side.broker.requeue(side.lease(-number), delivered=delivered))
-
-    @rule(number=st.integers(0, 40))
-    def finish_canceled(self, number: int) -> None:
-        self.both(lambda side: side.broker.finish_canceled(side.lease(-number)))
-
-    # -- leases ------------------------------------------------------------------------------------
-
-    @rule(number=st.integers(0, 40))
-    def heartbeat(self, number: int) -> None:
-        self.both(lambda side: side.broker.heartbeat(side.lease(-number)))
-
-    @rule(numbers=st.lists(st.integers(0, 40), max_size=6))
-    def heartbeat_many(self, numbers: list[int]) -> None:
+    @rule(numbers=st.lists(AGO, max_size=5), way=st.sampled_from(["ack", "requeue", "requeue unseen", "heartbeat"]))
+    def use_leases(self, numbers: list[int], way: str) -> None:
         def command(side: Side) -> Any:
-            found = side.broker.heartbeat_many([side.lease(-number) for number in numbers])
-            return [sorted(str(side.number(lease.id)) for lease in part) for part in (found.lost, found.canceled)]
+            leases = [side.lease(number) for number in numbers]
+            if way == "heartbeat":
+                found = side.broker.heartbeat_many(leases)
+                return [sorted(str(side.number(lease.id)) for lease in part) for part in (found.lost, found.canceled)]
+            if way == "ack":
+                refused = side.broker.ack_many(leases)
+            else:
+                refused = side.broker.requeue_many(leases, delivered=way == "requeue")
+            return [side.number(lease.id) for lease in refused]
 
         self.both(command)
 
-    @rule(ttl=st.sampled_from([2.0, 30.0]))
-    def open_session(self, ttl: float) -> None:
-        self.both(lambda side: side.sessions.append(side.broker.open_session("w", ttl)))
-
-    @rule(number=st.integers(0, 9))
-    def renew_session(self, number: int) -> None:
+    @rule(step=st.sampled_from(["open", "renew", "renew", "close"]), number=AGO, ttl=st.sampled_from([2.0, 30.0]))
+    def session(self, step: str, number: int, ttl: float) -> None:
         def command(side: Side) -> Any:
             session = side.session(number)
-            if session is None:
+            if step == "open" or session is None:
+                side.sessions.append(side.broker.open_session("w", ttl))
                 return None
+            if step == "close":
+                return side.broker.close_session(session)
             renewal = side.broker.renew_session(session)
             for id, token in renewal.held.items():
                 assert any(lease.id == id and lease.token == token for lease in side.leases)
@@ -331,68 +341,62 @@ class Commands(RuleBasedStateMachine):
 
         self.both(command)
 
-    @rule(number=st.integers(0, 9))
-    def close_session(self, number: int) -> None:
-        def command(side: Side) -> int | None:
-            session = side.session(number)
-            return None if session is None else side.broker.close_session(session)
-
-        self.both(command)
-
-    @rule(seconds=st.sampled_from([0.5, 1.0, 3.0, 3.001, 10.0, 10.001, 31.0]))
-    def time_passes(self, seconds: float) -> None:
+    @rule(seconds=st.sampled_from([0.5, 1.0, 3.0, 3.001, 10.0, 10.001, 31.0]), reap=st.booleans())
+    def time_passes(self, seconds: float, reap: bool) -> None:
         self.clock.advance(seconds)
-
-    @rule()
-    def reap(self) -> None:
-        self.both(lambda side: side.broker.reap_expired())
-
-    @rule()
-    def time_passes_and_reap(self) -> None:
-        self.clock.advance(11)
-        self.both(lambda side: side.broker.reap_expired())
-
-    @rule(seconds=st.sampled_from([0, 21, 61]))
-    def prune(self, seconds: int) -> None:
-        self.clock.advance(seconds)
-        self.both(lambda side: side.broker.prune())
+        if reap:
+            self.both(lambda side: side.broker.reap_expired())
 
     # -- control -----------------------------------------------------------------------------------
 
-    @rule(number=st.integers(0, 40))
+    @rule(number=AGO)
     def cancel(self, number: int) -> None:
-        self.both(lambda side: side.broker.cancel(side.id(-number)))
+        self.both(lambda side: side.broker.cancel(side.id(number)))
 
-    @rule(number=st.integers(0, 40), payload=st.sampled_from([None, b"new"]), allow_completed=st.booleans())
-    def replay(self, number: int, payload: bytes | None, allow_completed: bool) -> None:
-        def command(side: Side) -> None:
-            side.ids.append(side.broker.replay(side.id(-number), payload=payload, allow_completed=allow_completed))
+    @rule(number=AGO, payload=st.sampled_from([None, b"new"]), allow_completed=st.booleans(), cancel=st.booleans())
+    def replay(self, number: int, payload: bytes | None, allow_completed: bool, cancel: bool) -> None:
+        id_of = self.sides[0].id(number)
+        place = self.sides[0].number(id_of)
+
+        def command(side: Side) -> Any:
+            id = side.ids[place] if place is not None else 10**12
+            canceled = _outcome(side, lambda: side.broker.cancel(id)) if cancel else None
+
+            def replay() -> None:
+                side.ids.append(side.broker.replay(id, payload=payload, allow_completed=allow_completed))
+
+            # The second time it must be refused.
+            return canceled, _outcome(side, replay), _outcome(side, replay)
 
         self.both(command)
 
-    @rule(queue=st.sampled_from(QUEUES))
-    def purge(self, queue: str) -> None:
-        self.both(lambda side: side.broker.purge(queue))
+    @rule(what=st.sampled_from(["purge a", "purge b", "prune", "prune", "prune"]), seconds=st.sampled_from([0, 21, 61]))
+    def tidy_up(self, what: str, seconds: int) -> None:
+        if what == "prune":
+            self.clock.advance(seconds)
+            self.both(lambda side: side.broker.prune())
+        else:
+            self.both(lambda side: side.broker.purge(what[-1]))
 
     # -- quotas ------------------------------------------------------------------------------------
 
-    @rule(limit=st.integers(0, 3), window=st.sampled_from([5.0, 30.0]), n=st.integers(1, 2))
-    def reserve(self, limit: int, window: float, n: int) -> None:
-        def command(side: Side) -> Reservation | None:
-            reservation = side.broker.queue_quota("calls", limit, window, n)
-            if reservation is not None:
-                side.reservations.append(reservation)
-            return reservation
-
-        self.both(command)
-
-    @rule(number=st.integers(0, 9))
-    def release(self, number: int) -> None:
-        def command(side: Side) -> bool | None:
+    @rule(
+        reserve=st.booleans(),
+        limit=st.integers(0, 3),
+        window=st.sampled_from([5.0, 30.0]),
+        n=st.integers(1, 2),
+        ago=AGO,
+    )
+    def quota(self, reserve: bool, limit: int, window: float, n: int, ago: int) -> None:
+        def command(side: Side) -> Any:
+            if reserve:
+                reservation = side.broker.queue_quota("calls", limit, window, n)
+                if reservation is not None:
+                    side.reservations.append(reservation)
+                return reservation
             # Each at most once: giving back twice is a mistake of the caller.
-            if not side.reservations:
-                return None
-            return side.broker.release_quota(side.reservations.pop(number % len(side.reservations)))
+            held = side.reservations
+            return side.broker.release_quota(held.pop(ago % len(held))) if held else None
 
         self.both(command)
 
@@ -405,14 +409,6 @@ class Commands(RuleBasedStateMachine):
         self.both(lambda side: [_task(side, task) for task in side.broker.list(ALL)])
         self.both(lambda side: dict(side.broker.queue_lens(QUEUES)))
 
-    @rule()
-    def counts(self) -> None:
-        self.both(lambda side: side.broker.counts())
-
-    @rule(number=st.integers(0, 40))
-    def get(self, number: int) -> None:
-        self.both(lambda side: _task(side, side.broker.get(side.id(-number))))
-
     @rule(
         states=st.none() | st.lists(st.sampled_from(State), max_size=3),
         key=st.sampled_from([None, "k1"]),
@@ -423,6 +419,8 @@ class Commands(RuleBasedStateMachine):
     def listing(self, states: list[State] | None, key: str | None, queue: str | None, offset: int, limit: int) -> None:
         wanted = Filter(queue=queue, states=states, key=key, offset=offset, limit=limit)
         self.both(lambda side: [_task(side, task) for task in side.broker.list(wanted)])
+        self.both(lambda side: side.broker.counts())
+        self.both(lambda side: _task(side, side.broker.get(side.id(offset))))
 
 
 @pytest.mark.slow

@@ -62,8 +62,7 @@ def connections(url: str, options: dict[str, Any]) -> Iterator[Connect]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    """A clock for every broker that connections of this test open, and for relative expiry."""
+    """A clock for every broker that connections of this test open."""
     clock = FakeClock()
     monkeypatch.setattr(connection_module, "open_broker", lambda settings: open_broker(settings, clock=clock))
-    monkeypatch.setattr("kombu_taskgate.transport.columns.time.time", lambda: clock.now_ms() / 1000)
     return clock

@@ -33,7 +33,7 @@ def publish(connection: kombu.Connection, queue: str, *bodies: Any, **options: A
 def consuming(
     connection: kombu.Connection,
     *queues: str,
-    then: Callable[[Any], object] = lambda message: None,
+    then: Callable[[Any], object] | None = None,
     prefetch: int = 0,
     no_ack: bool = False,
     channel: Any = None,
@@ -43,7 +43,8 @@ def consuming(
 
     def receive(message: Any) -> None:
         taken.append(message)
-        then(message)
+        if then is not None:
+            then(message)
 
     consumer = kombu.Consumer(
         channel if channel is not None else connection.channel(),

@@ -115,6 +115,38 @@ def test_acks_are_stored_soon_although_other_messages_are_unsettled(connect_memo
         wait_until(lambda: len(broker.list()) == 9, "the ack is stored")
 
 
+def test_one_ack_is_stored_before_the_next_look_for_work(connect_memory):
+    connection = connect_memory(poll_min=30, poll_max=30)
+    publish(connection, "q", *range(10))
+    start = time.monotonic()
+    with consuming(connection, "q") as taken:
+        drain(connection, taken, 10)
+        taken[3].ack()
+        wait_until(lambda: len(connection.connection.broker.list()) == 9, "the ack is stored")
+    assert time.monotonic() - start < 25
+
+
+def test_when_nothing_is_left_to_do_acks_do_not_wait_for_others(connect_memory):
+    connection = connect_memory(ack_delay=30)
+    publish(connection, "q", 1)
+    start = time.monotonic()
+    with consuming(connection, "q", prefetch=10) as taken:
+        drain(connection, taken, 1)
+        taken[0].ack()
+        wait_until(lambda: connection.connection.broker.list() == [], "the ack is stored")
+    assert time.monotonic() - start < 25
+
+
+@pytest.mark.parametrize("options", [{"no_ack": True}, {"prefetch": 8}])
+def test_half_a_window_is_filled_without_waiting_for_the_rest(connect_memory, options):
+    connection = connect_memory(ack_delay=30)
+    publish(connection, "q", *range(250))
+    start = time.monotonic()
+    with consuming(connection, "q", then=None if "no_ack" in options else lambda m: m.ack(), **options) as taken:
+        drain(connection, taken, 250)
+    assert time.monotonic() - start < 25
+
+
 def test_windows_of_two_channels_hold_when_they_share_a_call(connect, monkeypatch):
     connection = connect()
     publish(connection, "wide", *range(40))
@@ -124,6 +156,7 @@ def test_windows_of_two_channels_hold_when_they_share_a_call(connect, monkeypatc
             connection.drain_events(timeout=DEADLINE)
         assert nothing_comes(connection)
         assert (len(wide), len(narrow)) == (30, 2)
+        assert (size(connection, "wide"), size(connection, "narrow")) == (10, 38)
 
 
 def test_queues_with_their_own_lease_time_are_claimed_under_their_own_session(connect):
@@ -182,6 +215,19 @@ def test_an_outage_is_waited_out(connect, caplog):
     assert [record.levelname for record in records(caplog, "can't be used just now")] == ["WARNING"]
     assert len(records(caplog, "can be used again")) == 1
     assert connection.connection.engine.refused == 0
+
+
+@pytest.mark.usefixtures("flaky")
+def test_an_outage_is_not_a_busy_loop(connect_memory, monkeypatch):
+    monkeypatch.setattr(engine_module, "MIN_PAUSE", 0.05)
+    connection = connect_memory()
+    with consuming(connection, "q"):
+        flaky = connection.connection.broker
+        flaky.down = StoreUnavailable("cut")
+        before = flaky.calls["ack_and_dequeue"]
+        assert nothing_comes(connection, 1.0)
+        assert flaky.calls["ack_and_dequeue"] - before < 60
+        flaky.down = None
 
 
 @pytest.mark.usefixtures("flaky")
@@ -571,6 +617,33 @@ def test_a_consumed_queue_that_was_deleted_is_declared_again_with_its_bindings(c
     assert topology.queue("mine") == Queue("mine", durable=False, expires=3.0)
     assert topology.bindings() == [Binding("x", "mine", "k")]
     assert len(records(caplog, "'mine', which is consumed here, was deleted")) == 1
+
+
+def test_what_is_published_while_a_queue_is_deleted_does_not_stay(connect_memory, monkeypatch):
+    connection = connect_memory()
+    channel = connection.channel()
+    channel.queue_declare("q")
+    topology = connection.connection.broker.topology
+    real = topology.delete_queue
+
+    def publish_late(name):
+        publish(connection, name, "late")
+        real(name)
+
+    monkeypatch.setattr(topology, "delete_queue", publish_late)
+    assert channel.queue_delete("q") == 1
+    assert connection.connection.broker.list() == []
+
+
+def test_declaring_a_queue_again_is_using_it(connect, clock):
+    channel = connect().channel()
+    topology = connect().connection.broker.topology
+    for seconds in (50, 20):
+        channel.queue_declare("q", arguments={"x-expires": 60_000})
+        clock.advance(seconds)
+        assert topology.unused() == []
+    clock.advance(50)
+    assert topology.unused() == ["q"]
 
 
 def test_a_queue_somebody_else_declared_is_kept_too(connect):

@@ -22,12 +22,13 @@ class ClaimCases(Cases):
     def test_claim_mutex(self, store: Store, clock: FakeClock) -> None:
         """ClaimMutex: of 100 callers one gets the execution."""
         brokers = [store.open(clock=clock) for _ in range(4)]
-        id = put(brokers[0])
-        outcomes = together([partial(brokers[caller % 4].dequeue, [QUEUE]) for caller in range(100)])
-        assert errors_of(outcomes) == []
-        claims = [claim for outcome in outcomes if not isinstance(outcome, BaseException) for claim in outcome]
-        assert ids_of(claims) == [id]
-        assert brokers[0].get(id).deliveries == 1
+        # The first time most of them are busy connecting.
+        for _ in range(4):
+            id = put(brokers[0])
+            outcomes = together([partial(brokers[caller % 4].dequeue, [QUEUE]) for caller in range(100)])
+            assert errors_of(outcomes) == []
+            assert [claim.id for claims in outcomes for claim in claims] == [id]
+            assert brokers[0].get(id).deliveries == 1
 
     def test_claim_race(self, store: Store, clock: FakeClock) -> None:
         """Many executions, many callers with batches: each is claimed and acked once."""

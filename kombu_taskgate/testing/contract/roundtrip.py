@@ -11,7 +11,7 @@ from kombu_taskgate.core.broker import Broker
 from kombu_taskgate.core.errors import ConfigError, PayloadTooLarge, TaskExists, TaskNotFound
 from kombu_taskgate.core.model import MAX_NAME, NewTask, State
 from kombu_taskgate.testing.clock import FakeClock
-from kombu_taskgate.testing.threads import errors_of, together
+from kombu_taskgate.testing.threads import errors_of, together, wait_until
 
 from .base import QUEUE, Cases, ids_of, put, put_many, state_of, take
 from .store import PERSISTENT, Store, require
@@ -253,28 +253,32 @@ class RoundTripCases(Cases):
 
     def test_blocking_dequeue(self, store: Store) -> None:
         """BlockingDequeue: a waiting caller is woken by what another broker enqueues."""
-        consumer, producer = store.open(), store.open()
-        waiting = threading.Event()
-
-        def consume() -> int:
-            waiting.set()
-            claims = consumer.dequeue([QUEUE], 5, timeout=30)
-            assert len(claims) == 1
-            return claims[0].id
-
-        def produce() -> int:
-            waiting.wait(30)
-            return put(producer)
-
-        claimed, stored = together([consume, produce])
-        assert claimed == stored
+        self._hand_over(store.open(), store.open())
 
     def test_blocking_dequeue_own_broker(self, broker: Broker) -> None:
-        """A waiting caller is woken by what its own broker enqueues or makes ready."""
-        claim = broker.dequeue([QUEUE], timeout=0)
-        assert claim == []
-        claimed, stored = together([lambda: take(broker, timeout=30).id, lambda: put(broker)])
-        assert claimed == stored
+        """A waiting caller is woken by what its own broker enqueues."""
+        self._hand_over(broker, broker)
+
+    def _hand_over(self, consumer: Broker, producer: Broker) -> None:
+        """One publishes when the other has taken the last one and waits for more."""
+        taken: list[int] = []
+
+        def consume() -> None:
+            for _ in range(20):
+                claims = consumer.dequeue([QUEUE], 5, timeout=30)
+                assert len(claims) == 1
+                consumer.ack(claims[0])
+                taken.append(claims[0].id)
+
+        def produce() -> list[int]:
+            stored: list[int] = []
+            for _ in range(20):
+                wait_until(lambda: len(taken) == len(stored), "the consumer takes what was published")
+                stored.append(put(producer))
+            return stored
+
+        outcomes = together([consume, produce])
+        assert outcomes == [None, taken]
 
     def test_blocking_dequeue_delayed(self, store: Store) -> None:
         """A waiting caller gets a delayed task when it is due, by the store's own time."""

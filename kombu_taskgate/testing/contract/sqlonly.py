@@ -10,6 +10,7 @@ import traceback
 import uuid
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -416,7 +417,10 @@ class SqlCases(Cases):
                 published.append(put(broker, "parent"))
 
         def child() -> None:
-            for _ in range(10):
+            inherited = _descriptors()
+            put(broker, "child")
+            assert _descriptors() - inherited, "the child used a connection of its parent"
+            for _ in range(9):
                 put(broker, "child")
             claims = broker.dequeue(["child"], 4, timeout=30)
             assert broker.ack_many(claims) == []
@@ -424,21 +428,31 @@ class SqlCases(Cases):
             assert broker.renew_session(session).held == {}
             broker.close()
 
-        thread = threading.Thread(target=publish, daemon=True)
-        thread.start()
+        threads = [threading.Thread(target=publish, daemon=True) for _ in range(3)]
+        for thread in threads:
+            thread.start()
         try:
             for number in range(1, 4):
                 seen = len(published)
                 wait_until(lambda seen=seen: len(published) > seen, "the parent publishes")  # type: ignore[misc]
                 assert _in_child(child) == 0, "the child failed; its traceback is on standard error"
-                assert broker.queue_len("child") % 6 == 0
-                assert broker.queue_len("child") >= 6 * number - 4 * number
-                assert thread.is_alive()
+                assert broker.queue_len("child") == 6 * number
+                assert all(thread.is_alive() for thread in threads)
         finally:
             stop.set()
-            thread.join(DEADLINE)
-        assert sorted(published) == ids_of(broker.list(Filter(queue="parent", limit=10**6)))
-        assert broker.queue_len("child") == 18
+            for thread in threads:
+                thread.join(DEADLINE)
+        assert sorted(published) == sorted(ids_of(broker.list(Filter(queue="parent", limit=10**6))))
+
+
+def _descriptors() -> set[tuple[int, int, int]]:
+    """The open files and sockets of this process, each with its number."""
+    found = set()
+    for number in range(3, 512):
+        with suppress(OSError):
+            status = os.fstat(number)
+            found.add((number, status.st_dev, status.st_ino))
+    return found
 
 
 def _outcome(call: Callable[[], object]) -> object:
