@@ -1,7 +1,7 @@
 """The Celery face of taskgate.
 
 A broker needs nothing from here: with ``broker_url = "taskgate+…"`` kombu finds the transport by itself.
-This package is the home of what only Celery can use, and holds nothing but its version so far.
+This package is the home of what needs to know Celery: so far, in which zone an app means a time without one.
 """
 
 from __future__ import annotations

@@ -24,18 +24,24 @@ from sqlalchemy.engine.default import DefaultDialect
 from sqlalchemy.pool import QueuePool
 
 from .dialects.base import Dialect, Verdict
-from .errors import ConfigError, StoreUnavailable
-from .forkgate import ForkGate
+from .errors import ConfigError, StoreUnavailable, TaskgateError
+from .forkgate import ForkGate, Forks
 from .settings import BrokerSettings
 
 logger = logging.getLogger("kombu_taskgate.database")
 T = TypeVar("T")
 
+#: What tells whether a transaction whose COMMIT was cut off took effect.
+Confirm = Callable[[sa.Connection, T], "bool | None"]
+
 #: How often a transaction is run again after a deadlock or a taken unique key.
 MAX_AGAIN = 50
+#: How often it is begun when its COMMIT is cut off each time.
+MAX_UNKNOWN = 3
 #: Engines inherited over a fork, kept so that nothing closes the connections the parent uses.
 _inherited: list[sa.Engine] = []
 _databases: weakref.WeakSet[Database] = weakref.WeakSet()
+_forks = Forks()
 
 
 class InjectedDeadlock(Exception):
@@ -70,7 +76,7 @@ class Database:
         #: Test hook, called with "before_commit" and "after_commit" around each commit.
         self.fault: Callable[[str], None] | None = None
         self._begin = dialect.begin_with(settings)
-        self._gate = None if dialect.survives_fork else ForkGate()
+        self._gate = None if dialect.survives_fork else ForkGate(_forks)
         self._reset()
         _databases.add(self)
 
@@ -80,20 +86,13 @@ class Database:
 
     def before_fork(self) -> None:
         """Close all connections where a process that has some must not fork."""
-        if self._gate is not None and self._gate.shut():
+        if self._gate is not None and self._gate.empty():
             self.dispose()
-
-    def after_fork_in_parent(self) -> None:
-        """Go on."""
-        if self._gate is not None:
-            self._gate.open()
 
     def after_fork_in_child(self) -> None:
         """Forget the parent's connections without touching them."""
         _inherited.extend(self._engines.values())
         self._reset()
-        if self._gate is not None:
-            self._gate.reset()
 
     @property
     def shown(self) -> str:
@@ -154,14 +153,15 @@ class Database:
         self,
         work: Callable[[sa.Connection], T],
         *,
-        confirm: Callable[[sa.Connection, T], bool] | None = None,
+        confirm: Confirm[T] | None = None,
         reserved: bool = False,
     ) -> T:
         """Run ``work`` in one transaction and return what it returns.
 
         Args:
             work: may run several times; must have no effect but through its connection.
-            confirm: asked, when the connection broke in COMMIT, whether the transaction took effect.
+            confirm: asked, when the connection broke in COMMIT, whether the transaction took effect. ``True``: it
+                did; ``False``: it did not, or doing it again does no harm; ``None``: that can't be known.
             reserved: use the connection that is kept free for heartbeats.
 
         Raises:
@@ -170,7 +170,7 @@ class Database:
         """
         return self._repeat(lambda: self._once(work, begin=self._begin, reserved=reserved), confirm)
 
-    def _repeat(self, attempt: Callable[[], T], confirm: Callable[[sa.Connection, T], bool] | None) -> T:
+    def _repeat(self, attempt: Callable[[], T], confirm: Confirm[T] | None) -> T:
         deadline = time.monotonic() + self.settings.busy_timeout
         again = 0
         reconnected = False
@@ -178,13 +178,15 @@ class Database:
             try:
                 return attempt()
             except _CommitUnknownError as unknown:
-                if confirm is None:
+                took_effect = None if confirm is None else self._took_effect(unknown, confirm)
+                if took_effect:
+                    return unknown.result  # type: ignore[no-any-return]  # a T, carried by the exception
+                again += 1
+                if took_effect is None or again >= MAX_UNKNOWN:
                     raise StoreUnavailable(
                         f"the connection to {self.shown} broke while a transaction was committed; "
                         "whether it took effect is unknown"
                     ) from unknown.__cause__
-                if self._took_effect(unknown, confirm):
-                    return unknown.result  # type: ignore[no-any-return]  # a T, carried by the exception
             except InjectedDeadlock:
                 again += 1
             except sa.exc.TimeoutError as error:
@@ -205,12 +207,15 @@ class Database:
                 else:
                     raise self._translate(error, verdict) from error
 
-    def _took_effect(self, unknown: _CommitUnknownError, confirm: Callable[[sa.Connection, T], bool]) -> bool:
+    def _took_effect(self, unknown: _CommitUnknownError, confirm: Confirm[T]) -> bool | None:
         """Ask the database, with a few reconnects, whether the commit that broke took effect."""
         pause = 0.05
         for left in reversed(range(8)):
             try:
-                return self._once(lambda conn: confirm(conn, unknown.result), begin=None, reserved=False)
+                answer = self._once(lambda conn: confirm(conn, unknown.result), begin=None, reserved=False)
+                if answer is not None or not left:
+                    return answer
+                time.sleep(pause)
             except (InjectedDisconnect, sa.exc.DBAPIError, sa.exc.TimeoutError) as error:
                 if not left:
                     raise StoreUnavailable(
@@ -218,7 +223,7 @@ class Database:
                         "reached to see whether it took effect"
                     ) from error
                 time.sleep(pause)
-                pause = min(1.0, pause * 2)
+            pause = min(1.0, pause * 2)
         raise AssertionError("unreachable")
 
     def _once(self, work: Callable[[sa.Connection], T], *, begin: str | None, reserved: bool) -> T:
@@ -231,7 +236,13 @@ class Database:
         result: T
         with self._engine(reserved=reserved).connect() as conn:
             if begin is None:
-                return work(conn)
+                try:
+                    return work(conn)
+                except BaseException as error:
+                    # Cut off in the middle of a query, say by a task's time limit, a connection can't be used again.
+                    if self._is_lost(error) or not isinstance(error, (sa.exc.DBAPIError, TaskgateError)):
+                        self._throw_away(conn)
+                    raise
             committing = False
             try:
                 conn.exec_driver_sql(begin)
@@ -241,14 +252,17 @@ class Database:
                 conn.exec_driver_sql("COMMIT")
                 self._hook("after_commit")
             except BaseException as error:
-                lost = isinstance(error, InjectedDisconnect) or (
-                    isinstance(error, sa.exc.DBAPIError) and self._verdict(error) is Verdict.GONE
-                )
-                self._roll_back(conn, lost=lost)
+                lost = self._is_lost(error)
+                self._roll_back(conn, lost=lost or not isinstance(error, (sa.exc.DBAPIError, TaskgateError)))
                 if committing and lost:
                     raise _CommitUnknownError(result) from error
                 raise
             return result
+
+    def _is_lost(self, error: BaseException) -> bool:
+        if isinstance(error, sa.exc.DBAPIError):
+            return self.dialect.lost(error)
+        return isinstance(error, InjectedDisconnect)
 
     def _hook(self, point: str) -> None:
         if self.fault is not None:
@@ -260,6 +274,9 @@ class Database:
             with suppress(sa.exc.DBAPIError):
                 conn.exec_driver_sql("ROLLBACK")
                 return
+        self._throw_away(conn)
+
+    def _throw_away(self, conn: sa.Connection) -> None:
         with suppress(Exception):
             conn.invalidate()
 
@@ -297,18 +314,15 @@ def _was_connected(error: BaseException) -> bool:
 
 
 def _before_fork() -> None:
+    _forks.begin()
     for database in list(_databases):
         database.before_fork()
 
 
-def _after_fork_in_parent() -> None:
-    for database in list(_databases):
-        database.after_fork_in_parent()
-
-
 def _after_fork_in_child() -> None:
+    _forks.reset()
     for database in list(_databases):
         database.after_fork_in_child()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+os.register_at_fork(before=_before_fork, after_in_parent=_forks.end, after_in_child=_after_fork_in_child)

@@ -15,46 +15,68 @@ from contextlib import contextmanager
 PATIENCE = 10.0
 
 
-class ForkGate:
-    """Threads pass it to use connections; a fork closes it."""
+class Forks:
+    """The forks that are under way in this process, for all its gates."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget who is inside: in a child nobody is."""
-        self._condition = threading.Condition()
+        """In a child none is under way, and nobody waits."""
+        self.changed = threading.Condition(threading.RLock())
+        self.number = 0
+
+    def begin(self) -> None:
+        """Keep everybody out from now on."""
+        with self.changed:
+            self.number += 1
+
+    def end(self) -> None:
+        """Let them in again."""
+        with self.changed:
+            self.number -= 1
+            self.changed.notify_all()
+
+
+class ForkGate:
+    """Threads pass it to use the connections of one database; a fork closes it.
+
+    Args:
+        forks: of this process.
+    """
+
+    def __init__(self, forks: Forks) -> None:
+        self._forks = forks
+        self._epoch = forks.changed
         self._inside = 0
-        self._forks = 0
 
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Use connections in the block."""
-        with self._condition:
-            while self._forks:
-                self._condition.wait()
+        changed = self._forks.changed
+        with changed:
+            if self._epoch is not changed:
+                # A forked child: who was inside is not here.
+                self._epoch, self._inside = changed, 0
+            while self._forks.number:
+                changed.wait()
             self._inside += 1
         try:
             yield
         finally:
-            with self._condition:
-                self._inside -= 1
-                self._condition.notify_all()
+            # In a child that was forked inside the block this is not the condition that was entered.
+            with self._forks.changed:
+                if self._epoch is self._forks.changed:
+                    self._inside -= 1
+                    self._forks.changed.notify_all()
 
-    def shut(self) -> bool:
-        """Keep everybody out from now on; returns whether nobody is inside any more."""
+    def empty(self) -> bool:
+        """Wait, with a fork under way, until nobody is inside; returns whether that came about."""
         deadline = time.monotonic() + PATIENCE
-        with self._condition:
-            self._forks += 1
+        with self._forks.changed:
             while self._inside:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return False
-                self._condition.wait(left)
+                self._forks.changed.wait(left)
         return True
-
-    def open(self) -> None:
-        """Let them in again."""
-        with self._condition:
-            self._forks -= 1
-            self._condition.notify_all()

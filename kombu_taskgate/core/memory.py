@@ -37,7 +37,6 @@ from .errors import (
 from .model import (
     FINAL,
     NO_TOKEN,
-    WAITING,
     Claim,
     FailKind,
     Filter,
@@ -69,6 +68,8 @@ _FAIL_REASONS = {
 }
 _NAMES = ("type", "task_id", "root_id", "parent_task_id", "group_id")
 _REPLAYED = ("queue", *_NAMES, "priority", "key", "max_retry", "fail_fast")
+#: Ten thousand years in milliseconds.
+_FAR = 10_000 * 366 * 86_400_000
 #: Symmetric, because a store may keep the negative.
 _PRIORITIES = range(-(2**15) + 1, 2**15)
 
@@ -181,6 +182,8 @@ class MemoryBroker:
                 check_name(value, name)
         if task.run_at is not None and task.delay is not None:
             raise ConfigError("run_at and delay exclude each other: give one of them")
+        _check_times(task.run_at, task.delay)
+        _check_times(task.expires_at, task.expires_in)
         if task.priority not in _PRIORITIES:
             raise ConfigError(f"priority must be a 16-bit integer, not {task.priority!r}")
         self._check_payload(task.payload)
@@ -515,19 +518,22 @@ class MemoryBroker:
 
     def purge(self, queue: str) -> int:
         with self._transaction() as changes:
-            waiting = [row for row in self._rows() if row.queue == queue and row.state in WAITING]
-            known = self._store.tasks.keys()
-            parents = {row.id for row in waiting if self._store.children.get(row.id, set()) & known}
-            for row in waiting:
-                if row.id not in parents:
-                    self._move(row, State.CANCELED, changes)
-                    self._remove(row)
-            for row in waiting:
-                if (
-                    row.id in parents and row.state not in FINAL
-                ):  # an earlier one may have canceled it already, as its child
-                    self._end(row, State.CANCELED, changes, Reason.CANCELED)
-            return len(waiting)
+            # Children before parents, as far as both are here: then nobody is told what would be removed anyway.
+            blocked = self._purge(queue, frozenset({State.BLOCKED}), changes)
+            return blocked + self._purge(queue, _READY, changes)
+
+    def _purge(self, queue: str, states: frozenset[State], changes: Changes) -> int:
+        rows = [row for row in self._rows() if row.queue == queue and row.state in states]
+        known = self._store.tasks.keys()
+        parents = {row.id for row in rows if self._store.children.get(row.id, set()) & known}
+        for row in rows:
+            if row.id not in parents:
+                self._move(row, State.CANCELED, changes)
+                self._remove(row)
+        for row in rows:
+            if row.id in parents and row.state not in FINAL:  # an earlier one may have canceled it, as its child
+                self._end(row, State.CANCELED, changes, Reason.CANCELED)
+        return len(rows)
 
     # -- asking -------------------------------------------------------------------------------------
 
@@ -799,6 +805,12 @@ def _claim_order(row: Task) -> tuple[int, int, int]:
 def _in_chain(row: Task) -> bool:
     """Whether a completed row has to stay, so that its key is known and what it replays is not replayed again."""
     return row.key is not None or row.replay_of is not None
+
+
+def _check_times(instant: int | None, seconds: float | None) -> None:
+    """Refuse what no calendar holds. Written so that it refuses NaN too."""
+    if not -_FAR <= (instant or 0) <= _FAR or not abs(seconds or 0) * 1000 <= _FAR:
+        raise ConfigError(f"times must be within 10,000 years: {instant!r} ms, {seconds!r} s")
 
 
 def _expired(row: Task, now: int) -> bool:

@@ -112,7 +112,7 @@ class Tables:
             self._index("tasks_later", "lane", "run_at", "queue", where=f"lane >= {LANE_DELAYED}"),
             self._index("tasks_lease", "session", "lease_until", where="state = 'running'"),
             self._index("tasks_task_id", "task_id"),
-            self._index("tasks_finished", "finished_at", where="finished_at IS NOT NULL"),
+            self._index("tasks_finished", "state", "finished_at", where="finished_at IS NOT NULL"),
             self._index("tasks_key", "key_", "seq", unique=True, where="key_ IS NOT NULL"),
             self._index("tasks_replay_of", "replay_of", unique=True, where="replay_of IS NOT NULL"),
             **self._dialect.never_reuse_ids,

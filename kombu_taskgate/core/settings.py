@@ -13,6 +13,12 @@ from typing import Literal
 from .errors import ConfigError
 from .model import MAX_NAME
 
+#: A hundred years in seconds: longer than anything that is kept or waited for.
+LONGEST = 100 * 366 * 86400.0
+_DURATIONS = (
+    "lease_ttl", "keep_completed", "keep_failed", "pool_timeout", "connect_timeout", "poll_min", "poll_max",
+    "busy_timeout",
+)  # fmt: skip
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,30}\Z")
 
 
@@ -69,6 +75,9 @@ class BrokerSettings:
             )
         if self.schema is not None and not re.match(r"[A-Za-z_][A-Za-z0-9_]{0,62}\Z", self.schema):
             raise ConfigError(f"schema {self.schema!r} is not a plain SQL name: use letters, digits and _")
+        for name in _DURATIONS:
+            if not abs(getattr(self, name)) <= LONGEST:
+                raise ConfigError(f"{name} must be a number of seconds up to 100 years, not {getattr(self, name)!r}")
         for name in ("lease_ttl", "pool_timeout", "connect_timeout", "poll_min", "poll_max", "busy_timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be more than 0 seconds, not {getattr(self, name)!r}")
@@ -84,7 +93,7 @@ class BrokerSettings:
             raise ConfigError(f"synchronous must be FULL or NORMAL, not {self.synchronous!r}")
         for queue, ttl in self.queue_lease_ttl.items():
             check_name(queue, "queue")
-            if not ttl > 0:
+            if not 0 < ttl <= LONGEST:
                 raise ConfigError(f"lease_ttl of queue {queue!r} must be more than 0 seconds, not {ttl!r}")
 
     def ttl_of(self, queue: str) -> float:
@@ -108,3 +117,8 @@ def check_name(name: str, what: str) -> str:
     except UnicodeEncodeError:
         raise ConfigError(f"{what} name is not valid Unicode: {name!r}") from None
     return name
+
+
+def storable(text: str) -> str:
+    """The text without what some database can't store: for details and owners, which must not fail a call."""
+    return text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()

@@ -27,6 +27,11 @@ def _in(column: sa.ColumnElement[Any], name: str) -> sa.ColumnElement[bool]:
     return column.in_(sa.bindparam(name, expanding=True))
 
 
+def _first(query: sa.Select[Any], name: str) -> sa.Subquery:
+    """Whether there is any, asked in index order: as EXISTS it might be answered by reading the whole table."""
+    return query.limit(1).subquery(name)
+
+
 def _lane(number: int) -> sa.ColumnElement[int]:
     # Literal, not bound: partial indexes are only used when the planner sees the value.
     return sa.literal_column(str(number), sa.SmallInteger)
@@ -63,6 +68,12 @@ class Statements:
     def _locking(self, statement: sa.Select[Any], *, skip: bool) -> sa.Select[Any]:
         return statement.with_for_update(skip_locked=skip, of=self.tables.tasks)
 
+    def _in_lane(self, lane: int) -> sa.ColumnElement[bool]:
+        """In a lane; also in the words of the partial index, which some databases do not conclude by themselves."""
+        if lane == LANE_READY:
+            return self._t.lane == _lane(LANE_READY)
+        return (self._t.lane >= _lane(LANE_DELAYED)) & (self._t.lane == _lane(lane))
+
     # -- publishing ---------------------------------------------------------------------------------
 
     @cached_property
@@ -91,6 +102,22 @@ class Statements:
         return sa.insert(self.tables.tasks).values(
             run_at=self.now, created_at=self.now, lane=LANE_READY, state=State.PENDING.value
         )
+
+    @cached_property
+    def stored(self) -> list[sa.ColumnElement[Any]]:
+        """What an INSERT tells of the row: its id, and the transaction's mark where there is one."""
+        mark = self.dialect.transaction_mark()
+        return [self._t.id] if mark is None else [self._t.id, mark.label("mark")]
+
+    @cached_property
+    def store_ready(self) -> sa.Insert:
+        """insert_ready for one row, telling the transaction's mark where there is one."""
+        return self.insert_ready if len(self.stored) == 1 else self.insert_ready.returning(*self.stored)
+
+    @cached_property
+    def store_task(self) -> sa.Insert:
+        """insert_task, likewise."""
+        return self.insert_task if len(self.stored) == 1 else self.insert_task.returning(*self.stored)
 
     @cached_property
     def insert_dep(self) -> sa.Insert:
@@ -125,7 +152,7 @@ class Statements:
     def pick_due(self) -> Statement:
         """Delayed rows whose time has come, oldest first."""
         t = self._t
-        query = sa.select(t.id).where(t.lane == _lane(LANE_DELAYED), t.run_at <= self.now)
+        query = sa.select(t.id).where(self._in_lane(LANE_DELAYED), t.run_at <= self.now)
         return self._locking(query.order_by(t.run_at).limit(sa.bindparam("p_limit")), skip=True)
 
     @cached_property
@@ -143,8 +170,9 @@ class Statements:
 
     def anything(self, number: int) -> Statement:
         """As ready_queues, and -1 when a delayed row is due: a look that locks nothing."""
-        due = sa.exists().where(self._t.lane == _lane(LANE_DELAYED), self._t.run_at <= self.now)
-        delayed = sa.select(sa.literal_column("-1", sa.Integer).label("place")).where(due)
+        t = self._t
+        first = sa.select(t.run_at).where(self._in_lane(LANE_DELAYED), t.run_at <= self.now).order_by(t.run_at)
+        delayed = sa.select(sa.literal_column("-1", sa.Integer).label("place")).select_from(_first(first, "due"))
         return sa.union_all(*self._ready_places(number), delayed)
 
     def _ready_places(self, number: int) -> list[sa.Select[Any]]:
@@ -152,8 +180,9 @@ class Statements:
         parts = []
         for place in range(number):
             name = sa.bindparam(f"p_q{place}", type_=sa.String)
-            ready = sa.exists().where(t.lane == _lane(LANE_READY), t.queue == name)
-            parts.append(sa.select(sa.literal_column(str(place), sa.Integer).label("place")).where(ready))
+            ready = sa.select(t.id).where(self._in_lane(LANE_READY), t.queue == name)
+            first = _first(ready.order_by(t.rank_, t.run_at, t.id), f"q{place}")
+            parts.append(sa.select(sa.literal_column(str(place), sa.Integer).label("place")).select_from(first))
         return parts
 
     @property
@@ -166,7 +195,7 @@ class Statements:
 
     def _ready(self, *columns: sa.ColumnElement[Any]) -> sa.Select[Any]:
         t = self._t
-        query = sa.select(*columns).where(t.lane == _lane(LANE_READY), t.queue == sa.bindparam("p_queue"))
+        query = sa.select(*columns).where(self._in_lane(LANE_READY), t.queue == sa.bindparam("p_queue"))
         query = query.order_by(t.rank_, t.run_at, t.id).limit(sa.bindparam("p_limit"))
         return self._locking(query, skip=True)
 
@@ -208,13 +237,18 @@ class Statements:
         return sa.update(self.tables.tasks).where(_in(self._t.id, "p_ids")).values(**self._lease)
 
     @cached_property
-    def pick_expired(self) -> Statement:
-        """Ready rows of one queue that nobody wants any more."""
+    def see_expired(self) -> Statement:
+        """Which of the next p_limit ready rows of one queue nobody wants any more; locks nothing."""
         t = self._t
-        query = sa.select(t.id, t.queue, t.state, t.linked).where(
-            t.lane == _lane(LANE_READY), t.queue == sa.bindparam("p_queue"), t.expires_at <= self.now
-        )
-        query = query.order_by(t.rank_, t.run_at, t.id).limit(sa.bindparam("p_limit"))
+        ready = sa.select(t.id, t.expires_at).where(self._in_lane(LANE_READY), t.queue == sa.bindparam("p_queue"))
+        head = ready.order_by(t.rank_, t.run_at, t.id).limit(sa.bindparam("p_limit")).subquery("head")
+        return sa.select(head.c.id).where(head.c.expires_at <= self.now)
+
+    @cached_property
+    def pick_expired(self) -> Statement:
+        """Those of p_ids that nobody has claimed meanwhile."""
+        t = self._t
+        query = sa.select(t.id, t.queue, t.state, t.linked).where(_in(t.id, "p_ids"), t.lane == _lane(LANE_READY))
         return self._locking(query, skip=True)
 
     # -- settling -----------------------------------------------------------------------------------
@@ -382,8 +416,8 @@ class Statements:
             .where(d.child_id == t.id, parent.c.id == d.parent_id)
             .where(parent.c.state.not_in([state.value for state in sorted(FINAL)]))
         )
-        query = sa.select(t.id, t.queue, t.fail_fast).where(t.lane == _lane(LANE_BLOCKED), ~waiting)
-        return self._locking(query.order_by(t.id).limit(sa.bindparam("p_limit")), skip=True)
+        query = sa.select(t.id, t.queue, t.fail_fast).where(self._in_lane(LANE_BLOCKED), ~waiting)
+        return self._locking(query.order_by(t.run_at).limit(sa.bindparam("p_limit")), skip=True)
 
     @cached_property
     def failed_parents(self) -> Statement:
@@ -450,10 +484,15 @@ class Statements:
     @cached_property
     def dead_sessions(self) -> Statement:
         """Holders whose time is over and who hold something; locked, so that none is renewed meanwhile."""
-        s, t = self.tables.sessions.c, self._t
-        holds = sa.exists().where(t.session == s.id, t.state == sa.literal_column("'running'"))
-        query = sa.select(s.id).where(s.until_ < self.now, holds).limit(200)
+        s = self.tables.sessions.c
+        query = sa.select(s.id).where(s.until_ < self.now, self._holds()).limit(200)
         return query.with_for_update(skip_locked=True, of=self.tables.sessions)
+
+    def _holds(self) -> sa.ColumnElement[bool]:
+        # As a value instead of EXISTS, which one database turns into a join with the whole table.
+        t, s = self._t, self.tables.sessions.c
+        held = sa.select(t.id).where(t.session == s.id, t.state == sa.literal_column("'running'")).limit(1)
+        return held.correlate(self.tables.sessions).scalar_subquery().is_not(None)
 
     @cached_property
     def pick_lost(self) -> Statement:
@@ -480,27 +519,31 @@ class Statements:
 
     # -- keeping tidy -------------------------------------------------------------------------------
 
-    @cached_property
-    def pick_old(self) -> Statement:
-        """Final rows past their keeping time (p_completed, p_failed: ms) that no blocked row waits for."""
+    def _old(self, *which: sa.ColumnElement[bool]) -> Statement:
         t, d = self._t, self.tables.deps.c
         child = self.tables.tasks.alias("child")
         needed = sa.exists().where(d.parent_id == t.id, child.c.id == d.child_id, child.c.state == State.BLOCKED.value)
-        plain = (t.state == State.COMPLETED.value) & t.key_.is_(None) & t.replay_of.is_(None)
-        keep = sa.case(
-            (plain, sa.bindparam("p_completed", type_=sa.BigInteger)),
-            else_=sa.bindparam("p_failed", type_=sa.BigInteger),
-        )
-        query = sa.select(t.id, t.linked).where(t.finished_at.is_not(None), t.finished_at < self.now - keep, ~needed)
-        return self._locking(query.order_by(t.finished_at).limit(sa.bindparam("p_limit")), skip=True)
+        query = sa.select(t.id, t.linked).where(t.finished_at.is_not(None), *which)
+        query = query.where(t.finished_at < self.now - sa.bindparam("p_keep", type_=sa.BigInteger), ~needed)
+        return self._locking(query.limit(sa.bindparam("p_limit")), skip=True)
+
+    @cached_property
+    def pick_old(self) -> Statement:
+        """Final rows that ended more than p_keep ms ago and that no blocked row waits for."""
+        return self._old(self._t.state.in_([state.value for state in sorted(FINAL)]))
+
+    @cached_property
+    def pick_old_completed(self) -> Statement:
+        """The same of completed rows that are kept for no other reason than their time."""
+        t = self._t
+        return self._old(t.state == State.COMPLETED.value, t.key_.is_(None), t.replay_of.is_(None))
 
     @cached_property
     def delete_old_sessions(self) -> Statement:
         """Forget holders that died p_age ms ago and hold nothing."""
         s = self.tables.sessions.c
-        holds = sa.exists().where(self._t.session == s.id)
         return sa.delete(self.tables.sessions).where(
-            s.until_ < self.now - sa.bindparam("p_age", type_=sa.BigInteger), ~holds
+            s.until_ < self.now - sa.bindparam("p_age", type_=sa.BigInteger), ~self._holds()
         )
 
     @cached_property
@@ -530,23 +573,13 @@ class Statements:
         """The execution that replays p_id."""
         return sa.select(self._t.id).where(self._t.replay_of == sa.bindparam("p_id"))
 
-    @cached_property
-    def purge_plain(self) -> Statement:
-        """Remove what waits in a queue and is linked to nothing."""
-        return sa.delete(self.tables.tasks).where(self._waiting(), self._t.linked == 0)
-
-    def _waiting(self) -> sa.ColumnElement[bool]:
-        # Two halves, each of which a partial index can serve.
+    def pick_waiting(self, lane: int) -> Statement:
+        """Rows of one lane of a queue, to be purged."""
         t = self._t
-        queue = t.queue == sa.bindparam("p_queue")
-        return (queue & (t.lane == _lane(LANE_READY))) | (queue & (t.lane >= _lane(LANE_DELAYED)))
-
-    @cached_property
-    def purge_linked(self) -> Statement:
-        """What else waits in a queue, locked in id order."""
-        t = self._t
-        query = sa.select(t.id, t.queue, t.state).where(self._waiting())
-        return self._locking(query.order_by(t.id), skip=False)
+        query = sa.select(t.id, t.queue, t.state, t.linked).where(
+            self._in_lane(lane), t.queue == sa.bindparam("p_queue")
+        )
+        return self._locking(query.limit(sa.bindparam("p_limit")), skip=True)
 
     @cached_property
     def have_children(self) -> Statement:
@@ -567,7 +600,7 @@ class Statements:
         t = self._t
 
         def part(lane: int) -> sa.Select[Any]:
-            query = sa.select(t.queue, sa.func.count()).where(_in(t.queue, "p_queues"), t.lane == _lane(lane))
+            query = sa.select(t.queue, sa.func.count()).where(_in(t.queue, "p_queues"), self._in_lane(lane))
             return query.group_by(t.queue)
 
         return sa.union_all(part(LANE_READY), part(LANE_DELAYED))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 import weakref
 from typing import Protocol
 
@@ -18,24 +19,36 @@ class Open(Protocol):
         """Settle what can still be settled."""
 
 
-_open: weakref.WeakSet[Open] = weakref.WeakSet()
+class _Watched:
+    """What is open, and the lock that guards the set: it grows in one thread while another goes through it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.things: weakref.WeakSet[Open] = weakref.WeakSet()
+
+
+_watched = _Watched()
 
 
 def watch(thing: Open) -> None:
     """Tell it of forks and of the end of the process, as long as it lives."""
-    _open.add(thing)
+    with _watched.lock:
+        _watched.things.add(thing)
 
 
 def watched() -> list[Open]:
     """Everything that is watched now."""
-    return list(_open)
+    with _watched.lock:
+        return list(_watched.things)
 
 
 def _after_fork() -> None:
+    # The lock may have been held by a thread that is not here.
+    _watched.lock = threading.Lock()
     for thing in watched():
         thing.after_fork()
     # The end of the child is not the end of what is the parent's.
-    _open.clear()
+    _watched.things.clear()
 
 
 def _at_exit() -> None:

@@ -186,7 +186,7 @@ class Server:
 @pytest.mark.parametrize(
     ("dialect", "server", "message"),
     [
-        (MySQL(), Server("5.7.44"), "MySQL 5.7.44 is too old: taskgate needs MySQL 8.0.1"),
+        (MySQL(), Server("5.7.44"), "MySQL 5.7.44 is too old: taskgate needs MySQL 8.0.17"),
         (MySQL(), Server("10.5.9", maria=True), "MariaDB 10.5.9 is too old: taskgate needs MariaDB 10.6.0"),
         (PostgreSQL(), Server("11.22"), "PostgreSQL 11.22 is too old: taskgate needs 12"),
         (SQLite(), Server("3.31.1"), "SQLite 3.31.1 is too old: taskgate needs 3.35.0"),

@@ -15,11 +15,15 @@ import celery_ext
 ROOT = Path(__file__).resolve().parents[2]
 
 USER_CODE = """
+from importlib.metadata import distribution
+
 from celery import Celery
 
 app = Celery("shop", broker="taskgate+memory://")
 transport = app.connection().transport
 print(type(transport).__module__.partition(".")[0], transport.driver_type)
+for entry_point in distribution("celery-taskgate").entry_points:
+    entry_point.load()  # nothing is advertised that is not there
 """
 
 
@@ -43,7 +47,6 @@ def wheel(tmp_path_factory) -> Path:
 def test_wheel_content(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}
-        entry_points = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
     packaged = {name for name in names if ".dist-info/" not in name}
     sources = {
         str(path.relative_to(ROOT))
@@ -54,12 +57,6 @@ def test_wheel_content(wheel):
     assert packaged == sources
     assert {"kombu_taskgate/py.typed", "celery_ext/py.typed"} <= packaged
     assert any(name.endswith("LICENSE") for name in names)
-    assert entry_points.split() == [
-        "[kombu.serializers]",
-        "taskgate",
-        "=",
-        "kombu_taskgate.registration:SERIALIZER",
-    ]
 
 
 @pytest.mark.slow

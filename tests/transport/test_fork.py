@@ -80,6 +80,7 @@ def test_a_child_opens_its_own_connection_and_settles_nothing_of_its_parents(run
         def child():
             assert not connection.connected
             assert not parents.connected and channel.connection is None
+            assert parents not in kombu_taskgate.transport.process.watched()
             taken[0].ack()  # not the child's to settle
             channel.close()
             parents.close()

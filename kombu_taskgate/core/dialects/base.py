@@ -102,6 +102,18 @@ class Dialect:
         """What the error means."""
         raise NotImplementedError
 
+    def lost(self, error: sa.exc.DBAPIError) -> bool:
+        """Whether the connection broke, so that nobody knows what became of the statement."""
+        return bool(error.connection_invalidated)
+
+    def transaction_mark(self) -> sa.ColumnElement[int] | None:
+        """What names the running transaction, for :meth:`committed`; ``None`` where the database can't tell."""
+        return None
+
+    def committed(self, conn: sa.Connection, mark: int) -> bool | None:
+        """Whether the transaction of that mark was committed; ``None``: not known (yet)."""
+        return None
+
     def insert_or_ignore(self, table: sa.Table) -> sa.Insert:
         """An INSERT that does nothing when the primary key exists."""
         raise NotImplementedError

@@ -15,17 +15,23 @@ from ..errors import ConfigError
 from ..settings import BrokerSettings
 from .base import Dialect, Verdict
 
-#: SKIP LOCKED came with these.
-OLDEST_MYSQL = (8, 0, 1)
+#: SKIP LOCKED came with 8.0.1, the collation used for names with 8.0.17; SKIP LOCKED of MariaDB with 10.6.
+OLDEST_MYSQL = (8, 0, 17)
 OLDEST_MARIADB = (10, 6, 0)
 
 #: Error numbers (MySQL manual, server error reference): deadlock, duplicate key; MariaDB: record changed.
 _AGAIN = {1213, 1062, 1020}
 #: lock wait timeout, NOWAIT lock.
 _BUSY = {1205, 3572}
-#: can't connect, gone away, lost connection, too many connections, shutdown, killed, read-only (--read-only,
-#: --super-read-only, a replica), disk full, interrupted.
-_GONE = {2002, 2003, 2006, 2013, 2055, 1040, 1203, 1053, 1927, 1290, 1792, 1836, 1021, 1028, 1041, 1317, 4031, 0}
+#: gone away, lost connection (2), killed, disconnected by the server.
+_LOST = {2006, 2013, 2055, 1927, 4031}
+#: can't connect (2), too many connections (3), shutdown, read-only (--read-only, --super-read-only, a replica),
+#: disk full (4), out of memory, interrupted, statement time limit (2), node of a cluster not ready, network
+#: trouble as the server sees it, a driver's own "not connected".
+_GONE = _LOST | {
+    2002, 2003, 1040, 1203, 1226, 1053, 1290, 1792, 1836, 1021, 1028, 1030, 1114, 1041, 1317, 1969, 3024, 1047,
+    1158, 1159, 1160, 1161, 0,
+}  # fmt: skip
 
 
 class MySQL(Dialect):
@@ -69,16 +75,15 @@ class MySQL(Dialect):
             raise ConfigError(f"{name} {have} is too old: taskgate needs {name} {need} or newer (SKIP LOCKED)")
 
     def max_payload(self, conn: sa.Connection) -> int | None:
-        # The rest of the statement has to fit as well.
-        return int(conn.exec_driver_sql("SELECT @@max_allowed_packet").scalar_one()) - 64 * 1024
+        # The rest of the statement has to fit as well, and the driver writes some bytes as two.
+        return (int(conn.exec_driver_sql("SELECT @@max_allowed_packet").scalar_one()) - 64 * 1024) // 2
 
     def server_now(self) -> sa.ColumnElement[int]:
         # UTC throughout: no session time zone, no hour that comes twice.
         return sa.literal_column("TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(3)) DIV 1000", sa.BigInteger)
 
     def classify(self, error: sa.exc.DBAPIError) -> Verdict:
-        arguments = getattr(error.orig, "args", ())
-        number = arguments[0] if arguments and isinstance(arguments[0], int) else None
+        number = _number(error)
         if number in _AGAIN:
             return Verdict.AGAIN
         if number in _BUSY:
@@ -86,6 +91,9 @@ class MySQL(Dialect):
         if number in _GONE or error.connection_invalidated or isinstance(error, sa.exc.InterfaceError):
             return Verdict.GONE
         return Verdict.FATAL
+
+    def lost(self, error: sa.exc.DBAPIError) -> bool:
+        return bool(error.connection_invalidated) or _number(error) in _LOST
 
     def insert_or_ignore(self, table: sa.Table) -> sa.Insert:
         # Not INSERT IGNORE, which also turns other errors into warnings.
@@ -108,3 +116,12 @@ class MySQL(Dialect):
         collation = "utf8mb4_nopad_bin" if getattr(conn.dialect, "is_mariadb", False) else "utf8mb4_0900_bin"
         options = {"engine": "InnoDB", "default_charset": "utf8mb4", "collate": collation, "row_format": "DYNAMIC"}
         return {f"{name}_{key}": value for name in ("mysql", "mariadb") for key, value in options.items()}
+
+
+def _number(error: sa.exc.DBAPIError) -> int | None:
+    """The server's or driver's error number; the drivers keep it in different places."""
+    number = getattr(error.orig, "errno", None)
+    if isinstance(number, int):
+        return number
+    arguments = getattr(error.orig, "args", ())
+    return arguments[0] if arguments and isinstance(arguments[0], int) else None

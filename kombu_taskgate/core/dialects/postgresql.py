@@ -46,7 +46,7 @@ class PostgreSQL(Dialect):
 
     def begin_with(self, settings: BrokerSettings) -> str:
         # In the same round trip; of the transaction, so that a transaction-pooling proxy does not mind.
-        return f"{self.begin}; SET LOCAL lock_timeout = {to_ms(settings.busy_timeout)}"
+        return f"{self.begin}; SET LOCAL lock_timeout = {max(1, to_ms(settings.busy_timeout))}"
 
     def engine_options(self, url: sa.URL, settings: BrokerSettings) -> dict[str, Any]:
         arguments: dict[str, Any] = {
@@ -82,14 +82,28 @@ class PostgreSQL(Dialect):
             return Verdict.AGAIN
         if state in _BUSY:
             return Verdict.BUSY
-        if state in _FATAL:
+        text = str(error.orig)
+        if state in _FATAL or "number of parameters must be" in text:
             return Verdict.FATAL
+        if "during recovery" in text:  # feature_not_supported, but of a standby: it may be promoted
+            return Verdict.GONE
         if state in _GONE or (state or "").startswith(_GONE_CLASSES):
             return Verdict.GONE
         # Without a state the server did not answer: refused, cut, timed out.
         if error.connection_invalidated or (state is None and isinstance(error, sa.exc.OperationalError)):
             return _connect_verdict(str(error.orig))
         return Verdict.FATAL
+
+    def lost(self, error: sa.exc.DBAPIError) -> bool:
+        state = getattr(error.orig, "sqlstate", None) or getattr(error.orig, "pgcode", None)
+        return bool(error.connection_invalidated) or (state or "08").startswith(("08", "57P"))
+
+    def transaction_mark(self) -> sa.ColumnElement[int] | None:
+        return sa.func.txid_current(type_=sa.BigInteger)
+
+    def committed(self, conn: sa.Connection, mark: int) -> bool | None:
+        status = conn.execute(sa.select(sa.func.txid_status(sa.cast(mark, sa.BigInteger)))).scalar()
+        return {"committed": True, "aborted": False}.get(str(status))
 
     def insert_or_ignore(self, table: sa.Table) -> sa.Insert:
         return insert(table).on_conflict_do_nothing()

@@ -65,6 +65,9 @@ class SQLite(Dialect):
     def server_now(self) -> sa.ColumnElement[int]:
         return sa.literal_column("CAST(ROUND((julianday('now') - 2440587.5) * 86400000) AS INTEGER)", sa.BigInteger)
 
+    def lost(self, error: sa.exc.DBAPIError) -> bool:
+        return False  # there is nothing between the library and the file that could break
+
     def partial_index(self, where: str) -> Mapping[str, Any]:
         return {"sqlite_where": sa.text(where)}
 

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from .. import migrations, urls
 from ..broker import Notify
 from ..clock import Clock, to_ms
-from ..database import Database
+from ..database import Confirm, Database
 from ..dialects.base import Dialect
 from ..errors import ConfigError, LeaseLost, TaskCanceled, TaskNotFound
 from ..model import (
@@ -30,21 +30,21 @@ from ..model import (
     State,
     Task,
 )
-from ..schema import Tables
-from ..settings import BrokerSettings, check_name
+from ..schema import LANE_BLOCKED, LANE_DELAYED, LANE_READY, Tables
+from ..settings import BrokerSettings, check_name, storable
 from ..statements import Statements
 from ..wakeup import Wakeup
 from . import claim, control, leases, publish, queries, quota, settle
 from .topology import SqlTopology
-from .work import Work, repeat
+from .work import Work, chunks, repeat
 
 logger = logging.getLogger("kombu_taskgate.broker")
 T = TypeVar("T")
 
 #: Longest time between two looks for due rows while claims go on without a pause (seconds).
 PROMOTE_EVERY = 0.02
-#: Longest time between two looks for leases whose holder is not in the table any more (seconds).
-STRAY_EVERY = 600.0
+#: Longest time between two looks for blocked executions that nobody will wake (seconds).
+REPAIR_EVERY = 60.0
 
 
 class SqlBroker:
@@ -80,7 +80,7 @@ class SqlBroker:
         self._turn = 0
         self._quiet = False
         self._promoted_at = 0.0
-        self._strays_at = 0.0
+        self._repaired_at = -REPAIR_EVERY
 
     def _inspect(self, dialect: Dialect) -> None:
         def work(conn: sa.Connection) -> None:
@@ -100,7 +100,7 @@ class SqlBroker:
         self,
         part: Callable[[Work], T],
         *,
-        confirm: Callable[[sa.Connection, T], bool] | None = None,
+        confirm: Confirm[T] | None = None,
         reserved: bool = False,
     ) -> T:
         works: list[Work] = []
@@ -145,12 +145,15 @@ class SqlBroker:
         for task in tasks:
             publish.check(task, self._max_payload)
 
-        def stored(conn: sa.Connection, ids: list[int]) -> bool:
-            return bool(conn.execute(self.sql.exists, {"p_ids": ids[:1]}).scalar_one())
+        def stored(conn: sa.Connection, done: publish.Stored) -> bool | None:
+            if done.mark is not None:
+                return self.database.dialect.committed(conn, done.mark)
+            # A row that is not there may have been stored, worked on and removed meanwhile.
+            return True if conn.execute(self.sql.exists, {"p_ids": done.ids[:1]}).scalar_one() else None
 
-        ids = self._run(lambda work: publish.enqueue(work, tasks, returning=self._insert_returning), confirm=stored)
+        done = self._run(lambda work: publish.enqueue(work, tasks, returning=self._insert_returning), confirm=stored)
         self.wake()
-        return ids
+        return done.ids
 
     # -- claiming ------------------------------------------------------------------------------------
 
@@ -193,7 +196,7 @@ class SqlBroker:
         session: Session | None = None,
     ) -> tuple[list[Lease], list[Claim]]:
         """See the contract."""
-        claimer = claim.Claimer(owner, session, returning=self._update_returning and self._notify is None)
+        claimer = claim.Claimer(storable(owner), session, returning=self._update_returning and self._notify is None)
         names = self._rotated(list(dict.fromkeys(queues))) if limit > 0 else []
         look = bool(names) and self._due_look()
 
@@ -217,9 +220,15 @@ class SqlBroker:
 
     def _anything(self, queues: Sequence[str]) -> bool:
         """A look without a transaction, for when the last claim found nothing: an idle worker locks nothing."""
-        statement = self.sql.anything(len(queues))
-        parameters = self.sql.time(**claim.queue_parameters(queues))
-        return self.database.read(lambda conn: conn.execute(statement, parameters).first()) is not None
+
+        def look(conn: sa.Connection) -> bool:
+            for part in chunks(queues):
+                parameters = self.sql.time(**claim.queue_parameters(part))
+                if conn.execute(self.sql.anything(len(part)), parameters).first() is not None:
+                    return True
+            return False
+
+        return self.database.read(look)
 
     def _rotated(self, queues: list[str]) -> list[str]:
         """Start with another queue each time, so that the first does not always get the odd one."""
@@ -239,6 +248,8 @@ class SqlBroker:
 
     def ack(self, lease: Lease, result: bytes | None = None) -> None:
         """See the contract."""
+        if result is not None:
+            publish.check_payload(result, f"result of execution {lease.id}", self._max_payload)
 
         def part(work: Work) -> list[Lease]:
             if result is None:
@@ -268,6 +279,9 @@ class SqlBroker:
         """See the contract."""
         if retry_at is not None and delay is not None:
             raise ConfigError("give retry_at or delay, not both")
+        publish.check_times(retry_at, delay)
+        if detail is not None:
+            detail = storable(detail)[: self._max_payload]
         state = self._run(
             lambda work: settle.fail(work, lease, kind, retry_at=retry_at, delay=delay, reason=reason, detail=detail),
             confirm=lambda conn, _: self._settled([lease])(conn, []),
@@ -316,7 +330,7 @@ class SqlBroker:
 
     def open_session(self, owner: str, ttl: float) -> Session:
         """See the contract."""
-        return self._run(lambda work: leases.open_session(work, owner, ttl), confirm=repeat, reserved=True)
+        return self._run(lambda work: leases.open_session(work, storable(owner), ttl), confirm=repeat, reserved=True)
 
     def renew_session(self, session: Session) -> Renewal:
         """See the contract."""
@@ -331,15 +345,15 @@ class SqlBroker:
     def reap_expired(self) -> int:
         """See the contract."""
         now = time.monotonic()
-        stray = self._clock is not None or now - self._strays_at >= STRAY_EVERY
+        repair = self._clock is not None or now - self._repaired_at >= REPAIR_EVERY
         total = 0
         while True:
-            number = self._run(lambda work: leases.reap(work, stray=stray), confirm=repeat)
+            number = self._run(lambda work: leases.reap(work, repair=repair), confirm=repeat)
             total += number
             if number < leases.REAP:
                 break
-        if stray:
-            self._strays_at = now
+        if repair:
+            self._repaired_at = now
         if total:
             self.wake()
         return total
@@ -364,7 +378,13 @@ class SqlBroker:
 
     def purge(self, queue: str) -> int:
         """See the contract."""
-        return self._run(lambda work: control.purge(work, queue))
+        total = 0
+        for lane in (LANE_BLOCKED, LANE_DELAYED, LANE_READY):
+            # In parts: one transaction over a whole queue would keep everybody else waiting. Children first, so that
+            # none is canceled by its parent before it is counted.
+            while number := self._run(lambda work, lane=lane: control.purge(work, queue, lane), confirm=repeat):  # type: ignore[misc]  # mypy can't infer a lambda with a default
+                total += number
+        return total
 
     # -- asking --------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from ..clock import to_ms
 from ..model import Claim, Reason, Session, State
 from ..statements import TOKEN_STEP
 from .links import finish
-from .work import Work
+from .work import Work, chunks
 
 #: Delayed rows promoted at once.
 PROMOTE = 500
@@ -50,8 +50,11 @@ def queue_parameters(queues: Sequence[str]) -> dict[str, str]:
 def claim(work: Work, queues: Sequence[str], limit: int, claimer: Claimer) -> list[Claim]:
     """Up to ``limit`` rows of the queues, in the order in which the queues are given a share."""
     if len(queues) > 1:
-        ready = sorted(work.run(work.sql.ready_queues(len(queues)), **queue_parameters(queues)).scalars())
-        queues = [queues[place] for place in ready]
+        ready: list[str] = []
+        for part in chunks(queues):
+            places = work.run(work.sql.ready_queues(len(part)), **queue_parameters(part)).scalars()
+            ready.extend(part[place] for place in sorted(places))
+        queues = ready
     claims: list[Claim] = []
     full = list(queues)
     # Each queue gets an equal part; what some do not use goes to those that have more.
@@ -74,13 +77,15 @@ def _claim_queue(work: Work, queue: str, limit: int, claimer: Claimer) -> list[C
     for _ in range(ROUNDS):
         rows = _take(work, queue, limit - len(good), claimer)
         expired = [row for row in rows if row.expires_at is not None and row.expires_at <= row.now]
-        worn = [row for row in rows if row.deliveries > work.settings.max_deliveries and row not in expired]
-        bad = {row.id for row in expired} | {row.id for row in worn}
+        gone = {row.id for row in expired}
+        worn = [row for row in rows if row.deliveries > work.settings.max_deliveries and row.id not in gone]
+        bad = gone | {row.id for row in worn}
         taken = [row for row in rows if row.id not in bad]
         good.extend(_claim_of(row, claimer, work.settings.ttl_of(queue)) for row in taken)
         # What is dropped went through "running" only inside this transaction, and reached nobody.
         if bad:
-            work.run(work.sql.uncount_delivery, p_ids=sorted(bad))
+            for part in chunks(sorted(bad)):
+                work.run(work.sql.uncount_delivery, p_ids=part)
             finish(work, expired, State.CANCELED, Reason.EXPIRED)
             detail = f"delivered {work.settings.max_deliveries} times without being settled"
             finish(work, worn, State.FAILED, Reason.MAX_DELIVERIES, detail=detail)
@@ -94,8 +99,9 @@ def _claim_queue(work: Work, queue: str, limit: int, claimer: Claimer) -> list[C
 
 def _drop_expired(work: Work, queue: str) -> None:
     """More of the same kind is likely behind: drop it without claiming it first."""
-    rows = work.run_timed(work.sql.pick_expired, p_queue=queue, p_limit=DROP).all()
-    finish(work, rows, State.CANCELED, Reason.EXPIRED)
+    ids = list(work.run_timed(work.sql.see_expired, p_queue=queue, p_limit=DROP).scalars())
+    for part in chunks(ids):
+        finish(work, work.run(work.sql.pick_expired, p_ids=part).all(), State.CANCELED, Reason.EXPIRED)
 
 
 def _take(work: Work, queue: str, limit: int, claimer: Claimer) -> list[Any]:
@@ -111,8 +117,8 @@ def _take(work: Work, queue: str, limit: int, claimer: Claimer) -> list[Any]:
         rows = work.run_timed(work.sql.claim, p_queue=queue, p_limit=limit, **lease).all()
         return sorted(rows, key=lambda row: (row.rank_, row.run_at, row.id))
     picked = work.run_timed(work.sql.claim_pick, p_queue=queue, p_limit=limit).all()
-    if picked:
-        work.run_timed(work.sql.claim_take, p_ids=[row.id for row in picked], **lease)
+    for part in chunks(picked):
+        work.run_timed(work.sql.claim_take, p_ids=[row.id for row in part], **lease)
     return [_as_taken(row, low) for row in picked]
 
 

@@ -8,10 +8,12 @@ from ..model import FINAL, Reason, State
 from ..schema import LANE_READY
 from . import publish
 from .links import finish, remove
-from .work import Work
+from .work import Work, chunks
 
 #: A dead holder or a closed quota window is remembered for a day, for people who look.
 REMEMBER = 86400.0
+#: Rows purged in one transaction.
+PURGE = 1000
 
 
 def cancel(work: Work, id: int) -> State:
@@ -49,8 +51,9 @@ def replay(work: Work, id: int, payload: bytes | None, *, allow_completed: bool)
             "fail_fast",
         )
     }  # fmt: skip
-    done = work.run_timed(
-        work.sql.insert_task,
+    new = publish.insert(
+        work,
+        work.sql.store_task,
         **copied,
         payload=row.payload if payload is None else payload,
         seq=row.seq + 1,
@@ -63,24 +66,19 @@ def replay(work: Work, id: int, payload: bytes | None, *, allow_completed: bool)
         p_lane=LANE_READY,
         p_final=0,
     )
-    new = publish.new_id(done)
     work.stored(new, row.queue, State.PENDING)
     return new
 
 
-def purge(work: Work, queue: str) -> int:
-    """Remove what waits; parents are canceled instead, so that their children learn of it."""
-    number = 0
-    if not work.announce:
-        number = work.run(work.sql.purge_plain, p_queue=queue).rowcount
-    rows = work.run(work.sql.purge_linked, p_queue=queue).all()
-    if not rows:
-        return number
-    ids = [row.id for row in rows]
-    parents = set(work.run(work.sql.have_children, p_ids=ids).scalars())
+def purge(work: Work, queue: str, lane: int) -> int:
+    """Remove a part of what waits in one lane; parents are canceled instead, so that their children learn of it."""
+    rows = work.run(work.sql.pick_waiting(lane), p_queue=queue, p_limit=PURGE).all()
+    parents: set[int] = set()
+    for part in chunks([row.id for row in rows if row.linked]):
+        parents.update(work.run(work.sql.have_children, p_ids=part).scalars())
     childless = [row for row in rows if row.id not in parents]
     work.changed(childless, State.CANCELED)
-    remove(work, [row.id for row in childless], [row.id for row in childless])
+    remove(work, [row.id for row in childless], [row.id for row in childless if row.linked])
     for row in rows:
         if row.id not in parents:
             continue
@@ -88,13 +86,17 @@ def purge(work: Work, queue: str) -> int:
         current = work.run(work.sql.lock_task, p_id=row.id).one()
         if State(current.state) not in FINAL:
             finish(work, [current], State.CANCELED, Reason.CANCELED)
-    return number + len(rows)
+    return len(rows)
 
 
 def prune(work: Work, limit: int) -> int:
     """Delete old final rows, dead holders and closed quota windows."""
-    keep = {"p_completed": to_ms(work.settings.keep_completed), "p_failed": to_ms(work.settings.keep_failed)}
-    rows = work.run_timed(work.sql.pick_old, p_limit=limit, **keep).all()
+    rows = list(work.run_timed(work.sql.pick_old, p_limit=limit, p_keep=to_ms(work.settings.keep_failed)))
+    if work.settings.keep_completed and len(rows) < limit:
+        known = {row.id for row in rows}
+        keep = to_ms(work.settings.keep_completed)
+        more = work.run_timed(work.sql.pick_old_completed, p_limit=limit - len(rows), p_keep=keep)
+        rows += [row for row in more if row.id not in known]
     remove(work, [row.id for row in rows], [row.id for row in rows if row.linked])
     work.run_timed(work.sql.delete_old_sessions, p_age=to_ms(REMEMBER))
     work.run_timed(work.sql.delete_old_quotas, p_age=to_ms(REMEMBER))

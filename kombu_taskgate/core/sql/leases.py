@@ -70,17 +70,17 @@ def close_session(work: Work, session: Session) -> int:
     return len(rows)
 
 
-def reap(work: Work, *, stray: bool) -> int:
-    """Take back one round of leases that have run out. ``stray``: look for lost holders too, which is slower."""
+def reap(work: Work, *, repair: bool) -> int:
+    """Take back one round of leases that have run out. ``repair``: look after blocked rows too, which is slower."""
     number = _take_back(work, lambda limit: work.run_timed(work.sql.pick_lost, p_limit=limit).all())
     dead = list(work.run_timed(work.sql.dead_sessions).scalars())
     if dead:
         number += _take_back(
             work, lambda limit: work.run_timed(work.sql.pick_orphaned, p_sessions=dead, p_limit=limit).all()
         )
-    if stray:
-        number += _take_back(work, lambda limit: work.run_timed(work.sql.pick_stray, p_limit=limit).all())
-    _repair(work)
+    number += _take_back(work, lambda limit: work.run_timed(work.sql.pick_stray, p_limit=limit).all())
+    if repair:
+        _repair(work)
     return number
 
 

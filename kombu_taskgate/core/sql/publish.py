@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import sqlalchemy as sa
 
 from ..clock import to_ms
 from ..errors import ConfigError, PayloadTooLarge, TaskExists, TaskNotFound
 from ..model import FINAL, NewTask, Reason, State
 from ..schema import LANE_BLOCKED, LANE_NONE, LANE_READY
 from ..settings import check_name
-from .work import Work, chunks
+from .work import CHUNK, Work, chunks
+
+#: Most payload bytes in one INSERT of many rows; servers bound the length of a statement.
+MAX_STATEMENT = 1024 * 1024
+#: Ten thousand years in milliseconds.
+LAST = 10_000 * 366 * 86_400_000
 
 
 def check(task: NewTask, max_payload: int) -> None:
@@ -28,9 +36,19 @@ def check(task: NewTask, max_payload: int) -> None:
         check_name(task.type, "task type")
     if task.run_at is not None and task.delay is not None:
         raise ConfigError("give run_at or delay, not both")
+    check_times(task.run_at, task.delay)
+    check_times(task.expires_at, task.expires_in)
     if not -32767 <= task.priority <= 32767:
         raise ConfigError(f"priority must fit 16 bits, not {task.priority}")
     check_payload(task.payload, f"message for queue {task.queue!r}", max_payload)
+
+
+def check_times(instant: int | None, seconds: float | None) -> None:
+    """Raise ConfigError for an instant (ms) or a duration (s) that no column and no calendar can hold."""
+    if instant is not None and not -LAST <= instant <= LAST:
+        raise ConfigError(f"an instant must be within 10,000 years, in milliseconds; {instant!r} is not")
+    if seconds is not None and not abs(seconds) * 1000 <= LAST:
+        raise ConfigError(f"a duration must be within 10,000 years, in seconds; {seconds!r} is not")
 
 
 def check_payload(payload: bytes, what: str, max_payload: int) -> None:
@@ -57,19 +75,48 @@ def _plain(task: NewTask) -> dict[str, Any]:
     }
 
 
-def enqueue(work: Work, tasks: Sequence[NewTask], *, returning: bool) -> list[int]:
+@dataclass(slots=True)
+class Stored:
+    """Ids of what a transaction stored, and its mark where the database can say what became of it."""
+
+    ids: list[int]
+    mark: int | None
+
+
+def enqueue(work: Work, tasks: Sequence[NewTask], *, returning: bool) -> Stored:
     """Store all of them. ``returning``: whether one statement can store many rows and tell their ids."""
     if len(tasks) == 1 or not returning or any(not _simple(task) for task in tasks):
-        return [_enqueue_one(work, task) for task in tasks]
-    t = work.sql.tables.tasks.c
-    statement = work.sql.insert_ready.returning(t.id, sort_by_parameter_order=True)
+        ids = [_enqueue_one(work, task) for task in tasks]
+    else:
+        ids = _enqueue_simple(work, tasks)
+    return Stored(ids, work.mark)
+
+
+def _enqueue_simple(work: Work, tasks: Sequence[NewTask]) -> list[int]:
+    statement = work.sql.insert_ready.returning(*work.sql.stored, sort_by_parameter_order=True)
     ids: list[int] = []
-    for part in chunks(tasks):
+    for part in _parts(tasks):
         rows = [work.sql.time(expires_at=task.expires_at, **_plain(task)) for task in part]
-        ids.extend(work.conn.execute(statement, rows).scalars())
+        for row in work.conn.execute(statement, rows):
+            ids.append(row.id)
+            work.mark = getattr(row, "mark", None)
     for id, task in zip(ids, tasks, strict=True):
         work.stored(id, task.queue, State.PENDING)
     return ids
+
+
+def _parts(tasks: Sequence[NewTask]) -> Iterator[list[NewTask]]:
+    """Cut into statements of bounded length."""
+    part: list[NewTask] = []
+    size = 0
+    for task in tasks:
+        if part and (len(part) >= CHUNK or size + len(task.payload) > MAX_STATEMENT):
+            yield part
+            part, size = [], 0
+        part.append(task)
+        size += len(task.payload)
+    if part:
+        yield part
 
 
 def _simple(task: NewTask) -> bool:
@@ -79,15 +126,16 @@ def _simple(task: NewTask) -> bool:
 
 def _enqueue_one(work: Work, task: NewTask) -> int:
     if _simple(task):
-        done = work.run_timed(work.sql.insert_ready, expires_at=task.expires_at, **_plain(task))
+        id = insert(work, work.sql.store_ready, expires_at=task.expires_at, **_plain(task))
         state = State.PENDING
     else:
         if task.key is not None:
             refuse_known_key(work, task.key)
         parents = sorted(set(task.parents))
         state, pending = _first_state(work, task, parents)
-        done = work.run_timed(
-            work.sql.insert_task,
+        id = insert(
+            work,
+            work.sql.store_task,
             **_plain(task),
             **_schedule(task, state),
             key_=task.key,
@@ -97,15 +145,20 @@ def _enqueue_one(work: Work, task: NewTask) -> int:
             reason=Reason.PARENT.value if state is State.CANCELED else None,
         )
         if parents:
-            _link(work, done, parents)
-    id = new_id(done)
+            _link(work, id, parents)
     work.stored(id, task.queue, state)
     return id
 
 
-def new_id(done: Any) -> int:
-    """The id that an INSERT gave."""
-    return int(done.inserted_primary_key[0])
+def insert(work: Work, statement: sa.Insert, **parameters: Any) -> int:
+    """Store a row and return its id; on databases that can say what became of a transaction, note its mark."""
+    done = work.run_timed(statement, **parameters)
+    if done.returns_rows:
+        row = done.one()
+        work.mark = row.mark
+        return int(row.id)
+    key: Any = done.inserted_primary_key
+    return int(key[0])
 
 
 def _schedule(task: NewTask, state: State) -> dict[str, Any]:
@@ -142,8 +195,7 @@ def _first_state(work: Work, task: NewTask, parents: Sequence[int]) -> tuple[Sta
     return (State.BLOCKED, waiting) if waiting else (State.PENDING, 0)
 
 
-def _link(work: Work, done: Any, parents: Sequence[int]) -> None:
-    child = new_id(done)
+def _link(work: Work, child: int, parents: Sequence[int]) -> None:
     for part in chunks(parents):
         work.run(work.sql.link, p_ids=part)
         work.conn.execute(work.sql.insert_dep, [{"child_id": child, "parent_id": id} for id in part])

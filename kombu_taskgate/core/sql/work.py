@@ -13,8 +13,9 @@ from ..statements import Statements
 
 T = TypeVar("T")
 
-#: Most values in one IN list; databases bound the number of parameters of a statement.
-CHUNK = 500
+#: Most values in one IN list, queues in one look, and rows in one INSERT: databases bound the parameters of a
+#: statement, and one turns lists of 1000 values into a table without an index.
+CHUNK = 400
 
 
 def chunks(items: Sequence[T]) -> Iterator[Sequence[T]]:
@@ -31,7 +32,7 @@ def repeat(conn: sa.Connection, result: object) -> bool:
 class Work:
     """One transaction: its connection, the statements, and the state changes to announce after commit."""
 
-    __slots__ = ("announce", "changes", "conn", "settings", "sql")
+    __slots__ = ("announce", "changes", "conn", "mark", "settings", "sql")
 
     def __init__(self, conn: sa.Connection, sql: Statements, settings: BrokerSettings, *, announce: bool) -> None:
         self.announce = announce
@@ -39,6 +40,8 @@ class Work:
         self.sql = sql
         self.settings = settings
         self.changes: list[StateChange] = []
+        #: Names the transaction where the database can say afterwards what became of it.
+        self.mark: int | None = None
 
     def run(self, statement: sa.Executable, **parameters: Any) -> sa.CursorResult[Any]:
         """Run a statement that does not ask for the time."""

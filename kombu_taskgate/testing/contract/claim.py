@@ -169,6 +169,17 @@ class ClaimCases(Cases):
         assert task.finished_at == clock.now_ms()
         assert (state_of(broker, child), broker.get(child).reason) == (State.CANCELED, "parent")
 
+    def test_expires_in(self, broker: Broker, clock: FakeClock) -> None:
+        """expires_in counts from the store's now; with expires_at the earlier one holds."""
+        now = clock.now_ms()
+        times = [(None, 5.0), (now + 9000, 5.0), (now + 5000, 9.0), (now + 5000, None)]
+        ids = [put(broker, expires_at=at, expires_in=seconds) for at, seconds in times]
+        late = put(broker, expires_in=5.001)
+        assert [broker.get(id).expires_at for id in (*ids, late)] == [now + 5000] * 4 + [now + 5001]
+        clock.advance(5)
+        assert ids_of(broker.dequeue([QUEUE], 9)) == [late]
+        assert {broker.get(id).reason for id in ids} == {"expired"}
+
     def test_expired_do_not_use_up_the_limit(self, broker: Broker, clock: FakeClock) -> None:
         """However many have expired in front, what is good is found by the same call."""
         put_many(broker, 50, expires_at=clock.now_ms() + 1000, priority=5)

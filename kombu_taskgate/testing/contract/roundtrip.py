@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -130,6 +132,18 @@ class RoundTripCases(Cases):
         """A start time is an instant or a delay, not both."""
         with pytest.raises(ConfigError):
             put(broker, run_at=clock.now_ms(), delay=5)
+
+    @pytest.mark.parametrize("name", ["run_at", "delay", "expires_at", "expires_in"])
+    def test_times_out_of_bounds(self, broker: Broker, name: str) -> None:
+        """Times that no calendar holds are refused, not stored as something else."""
+        values: list[float] = [10**18, -(10**18)]
+        if name in {"delay", "expires_in"}:
+            values += [math.inf, -math.inf, math.nan]
+        for value in values:
+            wanted: dict[str, Any] = {name: value}
+            with pytest.raises(ConfigError):
+                broker.enqueue(NewTask(QUEUE, **wanted))
+        assert broker.list() == []
 
     def test_business_key_idempotent(self, broker: Broker) -> None:
         """BusinessKeyIdempotent: a key is taken once, and stays taken in every state, also after the ack."""

@@ -60,7 +60,7 @@ WRITES: dict[str, Call] = {
     "quota": lambda broker, lease, id: broker.queue_quota("k", 1, 60.0) is not None,
 }
 #: Calls that are simply done again when the outcome is unknown; what they count the second time is less.
-COUNTING = {"reap"}
+COUNTING = {"reap", "purge"}
 
 
 def _prepare(broker: Broker, clock: FakeClock) -> tuple[Lease, int]:
