@@ -322,6 +322,15 @@ class Statements:
         return sa.update(self.tables.tasks).where(_in(self._t.id, "p_ids")).values(deliveries=self._t.deliveries - 1)
 
     @cached_property
+    def undo_claim(self) -> Statement:
+        """Take back a claim that was made only to find that the row must not be delivered."""
+        return (
+            sa.update(self.tables.tasks)
+            .where(_in(self._t.id, "p_ids"))
+            .values(deliveries=self._t.deliveries - 1, owner=None)
+        )
+
+    @cached_property
     def count_failure(self) -> Statement:
         """Set the counters of a failed run."""
         return (

@@ -47,6 +47,9 @@ class Connection:
         self.client = client
         self.settings = settings
         self.options = options
+        # Whoever knows the zone is imported now, not by the first publish: a child that is forked while another
+        # thread imports something can wait for that import for ever.
+        options.naive  # noqa: B018
         with kombu_errors():
             self.broker = open_broker(settings)
         self.router = Router(self.broker.topology)

@@ -50,7 +50,7 @@ LIMITS: dict[str, Any] = {
     "max_deliveries": 3,
     "keep_failed": 60,
 }
-EXAMPLES = int(os.environ.get("TASKGATE_TEST_MODEL_EXAMPLES", "80"))
+EXAMPLES = int(os.environ.get("TASKGATE_TEST_MODEL_EXAMPLES", "60"))
 STEPS = 50
 #: How many before the newest: mostly few, so that commands meet, and sometimes many.
 AGO = st.integers(0, 5) | st.integers(0, 40)

@@ -119,9 +119,10 @@ def test_auto_delete_exchanges_go_with_their_last_queue(connect):
 def test_exclusive_queues_go_with_their_last_consumer(connect):
     connection = connect()
     topology = connection.connection.broker.topology
-    with connection.SimpleBuffer("b") as buffer:
-        buffer.put("x")
-        assert buffer.get(timeout=DEADLINE).payload == "x"
+    queue = kombu.Queue("b", routing_key="b", exclusive=True)
+    with connection.SimpleQueue(queue, no_ack=True) as simple:
+        simple.put("x")
+        assert simple.get(timeout=DEADLINE).payload == "x"
         assert topology.queue("b") is not None
     assert topology.queue("b") is None
 

@@ -113,6 +113,7 @@ def test_a_fork_while_every_thread_is_busy(run, connect_sql):
     run(
         """
         stop = threading.Event()
+        busy = set()
 
         def consume():
             with kombu.Connection(url, transport_options=options) as mine:
@@ -122,6 +123,7 @@ def test_a_fork_while_every_thread_is_busy(run, connect_sql):
                     while not stop.is_set():
                         try:
                             mine.drain_events(timeout=0.1)
+                            busy.add(threading.get_ident())
                         except TimeoutError:
                             continue
 
@@ -130,11 +132,14 @@ def test_a_fork_while_every_thread_is_busy(run, connect_sql):
                 producer = kombu.Producer(mine)
                 while not stop.is_set():
                     producer.publish("x", routing_key="q")
+                    busy.add(threading.get_ident())
 
         threads = [threading.Thread(target=work) for work in (consume, produce, produce)]
         for thread in threads:
             thread.start()
         connection.connect()
+        # Python itself can't be forked while another thread imports something, as each does at first.
+        wait_until(lambda: len(busy) == 3)
 
         def child():
             for number in range(3):

@@ -85,7 +85,7 @@ def _claim_queue(work: Work, queue: str, limit: int, claimer: Claimer) -> list[C
         # What is dropped went through "running" only inside this transaction, and reached nobody.
         if bad:
             for part in chunks(sorted(bad)):
-                work.run(work.sql.uncount_delivery, p_ids=part)
+                work.run(work.sql.undo_claim, p_ids=part)
             finish(work, expired, State.CANCELED, Reason.EXPIRED)
             detail = f"delivered {work.settings.max_deliveries} times without being settled"
             finish(work, worn, State.FAILED, Reason.MAX_DELIVERIES, detail=detail)
