@@ -7,9 +7,10 @@ condition where ``drain_events`` does. Consumers never wait for the database, an
 never raised at them: the pump keeps what it has, tries again, and claims nothing while leases could not be
 renewed.
 
-A turn is due when half the window can be filled or half of it has been acknowledged, when an acknowledgement
-or a free place is ``ack_delay`` old, or when the consumer has nothing left to do. So a fast consumer is
-served in batches, and a slow one does not wait for a batch to come together.
+A turn is due when half the window can be filled or half of it has been acknowledged, or when an acknowledgement
+or a free place is ``ack_delay`` old, but not before the database has had as much rest as the last turn took; at
+once when the consumer has nothing left to do. So a fast consumer is served in batches, and a slow one does not
+wait for a batch to come together.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ logger = logging.getLogger("kombu_taskgate.transport")
 MOST_CLAIMS = 500
 #: Acks that are always enough for a turn.
 ENOUGH_ACKS = 32
+#: Longest rest in seconds between two turns, however long the first took: it may have waited for a lock.
+LONGEST_REST = 0.05
 #: Shortest and longest pause while the database is not available.
 MIN_PAUSE, MAX_PAUSE = 0.1, 2.0
 #: How long a stopping engine goes on trying to write the last settlements.
@@ -155,6 +158,7 @@ class DeliveryEngine:
         self._split = False
         self._poll_at = 0.0
         self._poll_pause = self.settings.poll_min
+        self._rested_at = 0.0
         self._upkeep_at = 0.0
         self._retry_at = 0.0
         self._retry_pause = MIN_PAUSE
@@ -424,19 +428,22 @@ class DeliveryEngine:
         if not deliveries:
             return
         now = time.monotonic()
-        first = not self._pending.acks
+        before = len(self._pending.acks)
         for delivery in deliveries:
             delivery.stage = Stage.SETTLING
             self._pending.add(Settlement(delivery, action, now, detail))
-        if action is not Action.ACK or first or self._enough_acks():
+        reached = before < self._enough_acks() <= len(self._pending.acks)
+        if action is not Action.ACK or not before or reached or self._idle():
             self._work.notify()
 
-    def _enough_acks(self) -> bool:
-        acks = len(self._pending.acks)
-        if acks >= ENOUGH_ACKS:
-            return True
+    def _enough_acks(self) -> int:
+        """How many acks make a turn due: half of the smallest window."""
         size = min((window.size(no_ack=False) for window in self._windows if window.consumers), default=1)
-        return acks * 2 >= size or not any(window.outstanding for window in self._windows)
+        return min(ENOUGH_ACKS, -(-size // 2))
+
+    def _idle(self) -> bool:
+        """Whether the consumers have nothing left to do."""
+        return not any(window.outstanding for window in self._windows)
 
     def _room_changed(self, window: Window, before: int, *, no_ack: bool = False) -> None:
         """Start a turn when a window has just become half free, or has its first free place."""
@@ -449,16 +456,20 @@ class DeliveryEngine:
 
     def _due(self, now: float) -> float:
         """When the next turn is due."""
-        if self._pending.others or (self._pending.acks and self._enough_acks()):
+        # While the consumer has something to do, the database rests as long as the last turn took: in that time a
+        # fast consumer deals with all it has, and is served with a whole window at once.
+        idle = self._idle()
+        rested = now if idle else max(now, self._rested_at)
+        due = math.inf
+        if self._pending.others:
             due = now
         elif self._pending.acks:
-            due = self._pending.acks[0].since + self._options.ack_delay
-        else:
-            due = math.inf
+            enough = idle or len(self._pending.acks) >= self._enough_acks()
+            due = max(rested, now if enough else self._pending.acks[0].since + self._options.ack_delay)
         if self._retired is not None:
             due = min(due, self._look_at)
         elif any(window.consumers for window in self._windows):
-            due = min(due, max(self._poll_at, self._room_due(now)), self._upkeep_at)
+            due = min(due, max(self._poll_at, rested, self._room_due(now)), self._upkeep_at)
         return max(due, self._retry_at)
 
     def _room_due(self, now: float) -> float:
@@ -514,6 +525,7 @@ class DeliveryEngine:
     def _turn(self) -> None:
         if self._retired is not None:
             self._give_back_abandoned()
+        began = time.monotonic()
         with self._lock:
             batch, self._pending = self._pending, Batch()
             intakes = self._intakes()
@@ -539,12 +551,13 @@ class DeliveryEngine:
         finally:
             with self._lock:
                 self._pending.put_back(batch)
-                self._plan_next_look(requests, woken=wakes != self._wakes)
+                self._plan_next_look(requests, began=began, woken=wakes != self._wakes)
         if self._retired is None and time.monotonic() >= self._upkeep_at:
             self._upkeep_at = time.monotonic() + self._upkeep()
 
-    def _plan_next_look(self, requests: Sequence[_Request], *, woken: bool) -> None:
+    def _plan_next_look(self, requests: Sequence[_Request], *, began: float, woken: bool) -> None:
         now = time.monotonic()
+        self._rested_at = now + min(now - began, LONGEST_REST)
         for window in self._windows:
             window.room_since = now
         if not requests:

@@ -14,7 +14,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 from ..core.errors import ConfigError
 from ..core.settings import BrokerSettings
 from .foreign_options import ENCRYPTION, KOMBU, REASONS
-from .zones import naive_zone
+from .zones import naive_zone, prepare
 
 logger = logging.getLogger("kombu_taskgate.transport")
 
@@ -43,7 +43,9 @@ class EngineOptions:
             raise ConfigError(f"ack_delay must not be negative, not {self.ack_delay!r}")
         if self.reap_interval is not None and not self.reap_interval > 0:
             raise ConfigError(f"reap_interval must be more than 0 seconds, not {self.reap_interval!r}")
-        if self.timezone is not None:
+        if self.timezone is None:
+            prepare()
+        else:
             try:
                 object.__setattr__(self, "_naive", ZoneInfo(self.timezone))
             except (ZoneInfoNotFoundError, ValueError, OSError):

@@ -14,6 +14,15 @@ from importlib.metadata import entry_points
 GROUP = "kombu_taskgate.naive_zone"
 
 
+def prepare() -> None:
+    """Import those who are registered, when a connection is opened.
+
+    At the first publish it would be too late: a child forked while another thread is in the middle of that
+    import waits for the import's lock for ever.
+    """
+    _askable()
+
+
 @cache
 def _askable() -> tuple[Callable[[], tzinfo | None], ...]:
     return tuple(point.load() for point in entry_points(group=GROUP))
