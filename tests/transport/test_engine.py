@@ -254,7 +254,7 @@ def test_a_settlement_whose_answer_was_lost_is_not_taken_for_a_lost_lease(connec
 
 @pytest.mark.usefixtures("flaky")
 def test_claims_whose_answer_was_lost_come_back(connect_memory):
-    connection = connect_memory(lease_ttl=0.6)
+    connection = connect_memory(lease_ttl=2)
     flaky = connection.connection.broker
     flaky.lost_answers["ack_and_dequeue"] = 1
     publish(connection, "q", 1)
@@ -364,7 +364,7 @@ def test_an_ack_that_comes_too_late_is_refused_with_one_warning(connect, caplog)
 
 
 def test_leases_that_are_lost_are_forgotten_and_told_once(connect, caplog):
-    connection = connect(lease_ttl=0.9)
+    connection = connect(lease_ttl=3)
     publish(connection, "q", 1, 2, 3, correlation_id="the-id")
     broker = connection.connection.broker
     with consuming(connection, "q", prefetch=3) as taken:
@@ -398,7 +398,7 @@ def test_a_lease_whose_ack_is_on_its_way_is_not_reported_lost(connect_memory, ca
 
 
 def test_canceled_executions_that_nobody_has_seen_are_finished(connect):
-    connection = connect(lease_ttl=0.9)
+    connection = connect(lease_ttl=3)
     publish(connection, "q", 1, 2)
     broker = connection.connection.broker
     with consuming(connection, "q", prefetch=2) as taken:
@@ -415,14 +415,14 @@ def test_canceled_executions_that_nobody_has_seen_are_finished(connect):
 
 
 def test_a_living_consumer_keeps_its_leases(connect):
-    connection = connect(lease_ttl=0.6, reap_interval=0.1)
+    connection, other = connect(lease_ttl=2, reap_interval=0.2), connect()
     publish(connection, "q", 1, 2)
     with consuming(connection, "q", prefetch=2) as taken:
         drain(connection, taken, 1)
-        assert nothing_comes(connect(lease_ttl=0.6), 0.01)
-        deadline = time.monotonic() + 2.0  # more than three lease times
+        wait_until(lambda: size(other, "q") == 0, "both are claimed")
+        deadline = time.monotonic() + 5.0  # more than two lease times
         while time.monotonic() < deadline:
-            assert connect().default_channel.basic_get("q") is None
+            assert other.default_channel.basic_get("q") is None
             time.sleep(0.1)
         drain(connection, taken, 2)
     assert [message.delivery_info["redelivered"] for message in taken] == [False, False]
@@ -589,13 +589,13 @@ def test_queues_that_expire_live_as_long_as_they_are_consumed(connect):
     connection = connect(reap_interval=0.2)
     topology = connect().connection.broker.topology
     channel = connection.channel()
-    channel.queue_declare("kept", arguments={"x-expires": 1500})
-    channel.queue_declare("left", arguments={"x-expires": 1500})
+    channel.queue_declare("kept", arguments={"x-expires": 3000})
+    channel.queue_declare("left", arguments={"x-expires": 3000})
     publish(connection, "left", 1)
     with consuming(connection, "kept", channel=channel):
         wait_until(lambda: topology.queue("left") is None, "the unused queue is deleted")
         assert size(connection, "left") == 0
-        deadline = time.monotonic() + 2.0
+        deadline = time.monotonic() + 1.5
         while time.monotonic() < deadline:
             assert topology.queue("kept") is not None
             time.sleep(0.05)
@@ -648,10 +648,10 @@ def test_declaring_a_queue_again_is_using_it(connect, clock):
 
 def test_a_queue_somebody_else_declared_is_kept_too(connect):
     connection, other = connect(reap_interval=0.2), connect()
-    other.connection.broker.topology.declare_queue(Queue("theirs", expires=1.5))
+    other.connection.broker.topology.declare_queue(Queue("theirs", expires=3.0))
     with consuming(connection, "theirs") as taken:
         assert isinstance(taken, Taken)
-        deadline = time.monotonic() + 2.5
+        deadline = time.monotonic() + 4.0
         while time.monotonic() < deadline:
             assert other.connection.broker.topology.queue("theirs") is not None
             time.sleep(0.05)
