@@ -81,10 +81,13 @@ class InDatabase:
         import sqlalchemy as sa
 
         broker = self._own()
-        with broker.database.engine.connect() as conn:
-            for table in broker.tables.metadata.sorted_tables:
-                if table is not broker.tables.version:
-                    conn.execute(sa.delete(table))
+        tables = [table for table in broker.tables.metadata.sorted_tables if table is not broker.tables.version]
+
+        def work(conn: sa.Connection) -> None:
+            for table in tables:
+                conn.execute(sa.delete(table))
+
+        broker.database.transaction(work)
 
     def _own(self) -> SqlBroker:
         """Some broker on the tables that are this store's."""

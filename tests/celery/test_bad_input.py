@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import kombu
@@ -105,7 +106,7 @@ def test_read_only_database(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="readonly"):
         broker.enqueue(NewTask("q"))
     broker.close()
-    with sqlite3.connect(path) as conn:
+    with closing(sqlite3.connect(path)) as conn:
         assert conn.execute("select count(*) from taskgate_tasks").fetchone() == (0,)
 
 

@@ -5,16 +5,26 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
+from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from zoneinfo import ZoneInfo
 
 import pytest
+from celery import _state
 
 from kombu_taskgate.core.model import NewTask, State
 from tests.workers.fixtures import MakeLab
 from tests.workers.harness import holds_for, wait_for
 from tests.workers.servers import PrivateServer
+
+
+@pytest.fixture(autouse=True)
+def _current_app() -> Iterator[None]:
+    """An app that a test makes current is current for that test only."""
+    before = _state._tls.current_app
+    yield
+    _state._set_current_app(before)
 
 
 def test_eta_far_beyond_the_lease_runs_once(make_lab: MakeLab, main_url: str) -> None:

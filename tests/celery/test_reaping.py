@@ -31,14 +31,12 @@ def test_death_of_the_reaping_process_stops_nobody(make_lab: MakeLab, main_url: 
     gate = lab.folder / "gate"
     ids = [lab.send("hold_until", str(gate)) for _ in range(4)]
     wait_for(lambda: lab.journal.starts() == 4, 10, "four running")
-    first.freeze()
-    second.freeze()
+    first.kill()
+    second.kill()
     reaper = lab.run_python(
         f"import sys; sys.argv[1:] = [{main_url!r}, {lab.options['table_prefix']!r}]\n{REAP_AND_DIE}"
     )
     wait_for(lambda: reaper.poll() is not None, 30, "the reaping process dies")
-    first.kill()
-    second.kill()
     lab.start_worker("-c4")
     wait_for(lambda: lab.journal.starts() == 8, 10, "the third worker takes over all four")
     gate.touch()

@@ -146,10 +146,13 @@ class SqlCases(Cases):
     def _clear(self, broker: SqlBroker) -> None:
         import sqlalchemy as sa
 
-        with broker.database.engine.connect() as conn:
-            for table in broker.tables.metadata.sorted_tables:
-                if table is not broker.tables.version:
-                    conn.execute(sa.delete(table))
+        tables = [table for table in broker.tables.metadata.sorted_tables if table is not broker.tables.version]
+
+        def work(conn: sa.Connection) -> None:
+            for table in tables:
+                conn.execute(sa.delete(table))
+
+        broker.database.transaction(work)
 
     # -- faults ------------------------------------------------------------------------------------
 
