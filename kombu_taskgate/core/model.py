@@ -81,7 +81,7 @@ class NewTask:
         payload: opaque bytes.
         type: what kind of work (for Celery: the task's name).
         task_id, root_id, parent_task_id, group_id: Celery's ids, so that operators can ask by them.
-        priority: higher goes first; any 16-bit integer.
+        priority: higher goes first; -32767 to 32767.
         run_at: instant (ms) before which it waits; ``None`` is now.
         delay: seconds from the database's now; only without ``run_at``.
         expires_at: instant (ms) from which it is dropped instead of claimed.
