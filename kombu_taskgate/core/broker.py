@@ -103,8 +103,9 @@ class Broker(Protocol):
     def ack(self, lease: Lease, result: bytes | None = None) -> None:
         """Settle as ``completed`` and wake children in the same transaction.
 
-        The row is deleted unless ``keep_completed`` is set, it has a business key (kept so that the key
-        stays known) or it is a replay (kept so that what it replays is not replayed again). Each child's pending_parents falls by one; at zero it becomes ``pending``.
+        The row is deleted unless ``keep_completed`` is set, it has a business key (kept so that the key stays
+        known) or it is a replay (kept so that what it replays is not replayed again). Each child's
+        pending_parents falls by one; at zero it becomes ``pending``.
 
         Raises:
             LeaseLost: the token is not current. Nothing is changed.
