@@ -137,7 +137,6 @@ class Settler:
                 taken.append(settlement.delivery)
                 continue
             gone.append(settlement.delivery)
-            self.refused += 1
             logger.warning(
                 "refused: %s of execution %d (queue %r, task_id %s): its lease was lost, another worker has taken it "
                 "over; this run does not count",
@@ -146,6 +145,8 @@ class Settler:
                 claim.queue,
                 claim.task_id,
             )
+            # Counted once it has been told: whoever sees the number can look for the line.
+            self.refused += 1
         self._settled(taken, gone)
 
     def _took_effect(self, settlement: Settlement) -> bool:
