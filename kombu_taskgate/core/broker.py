@@ -29,6 +29,7 @@ from .model import (
     Task,
 )
 from .topology import Topology
+from .watch import Wake, Watch
 
 Notify = Callable[[StateChange], None]
 
@@ -244,6 +245,18 @@ class Broker(Protocol):
         """Give a reservation back to its own window; ``False`` when that window has passed."""
 
     # -- life ---------------------------------------------------------------------------------------
+
+    def watch(self, wake: Wake) -> Watch:
+        """Be told of new work of other processes, as far as the store can; close it in the end.
+
+        ``wake`` is called (in another thread) with the queues that have got some, or with ``None`` when any may
+        have. A word may be lost and may come for nothing: whoever watches looks by itself every
+        :attr:`.watch.Watch.longest_pause` seconds and, having heard or found something, goes on looking for
+        :data:`.watch.LOOK_ON` seconds.
+        """
+
+    def due_in(self) -> float:
+        """Seconds until the first delayed execution is due, by the last claim that found nothing; may be infinite."""
 
     def wake(self) -> None:
         """Wake this process's waiting ``dequeue`` calls, so that they look again."""

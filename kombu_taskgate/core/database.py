@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from enum import Enum
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
@@ -52,6 +53,16 @@ class InjectedDisconnect(Exception):
     """Raised by a test's fault hook: treated as a connection that was cut."""
 
 
+class _Use(Enum):
+    """What a connection is for; each use has a pool of its own."""
+
+    WORK = "work"
+    #: Renewing leases must never wait for a free connection.
+    RENEWAL = "renewal"
+    #: Listening, or asking whether anything has changed: what only makes sense on one and the same connection.
+    ASIDE = "aside"
+
+
 class _CommitUnknownError(Exception):
     """The connection was lost in COMMIT: nobody here knows whether it took effect."""
 
@@ -82,7 +93,7 @@ class Database:
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._engines: dict[bool, sa.Engine] = {}
+        self._engines: dict[_Use, sa.Engine] = {}
 
     def before_fork(self) -> None:
         """Close all connections where a process that has some must not fork."""
@@ -102,15 +113,15 @@ class Database:
     @property
     def engine(self) -> sa.Engine:
         """The engine of ordinary work: at most ``pool_size`` connections."""
-        return self._engine(reserved=False)
+        return self._engine(_Use.WORK)
 
-    def _engine(self, *, reserved: bool) -> sa.Engine:
-        engine = self._engines.get(reserved)
+    def _engine(self, use: _Use) -> sa.Engine:
+        engine = self._engines.get(use)
         if engine is None:
             with self._lock:
-                engine = self._engines.get(reserved)
+                engine = self._engines.get(use)
                 if engine is None:
-                    engine = self._engines[reserved] = self._create(1 if reserved else self.settings.pool_size)
+                    engine = self._engines[use] = self._create(self.settings.pool_size if use is _Use.WORK else 1)
         return engine
 
     def _create(self, size: int) -> sa.Engine:
@@ -147,7 +158,30 @@ class Database:
 
     def read(self, work: Callable[[sa.Connection], T]) -> T:
         """Run one reading statement (or several that need not agree) outside a transaction."""
-        return self._repeat(lambda: self._once(work, begin=None, reserved=False), None)
+        return self._repeat(lambda: self._once(work, begin=None, use=_Use.WORK), None)
+
+    def renew(self, work: Callable[[sa.Connection], T]) -> T:
+        """Run statements, each a transaction of its own that may be repeated, on the connection kept for renewals."""
+        return self._repeat(lambda: self._once(work, begin=None, use=_Use.RENEWAL), None)
+
+    def change_mark(self) -> object | None:
+        """See :meth:`.dialects.base.Dialect.change_mark`; always asked on the same connection."""
+        return self._repeat(lambda: self._once(self.dialect.change_mark, begin=None, use=_Use.ASIDE), None)
+
+    @contextmanager
+    def aside(self) -> Iterator[sa.Connection]:
+        """A connection for the block alone, which may leave it in any condition; it is closed at the end.
+
+        Raises:
+            StoreUnavailable, ConfigError: there is none to be had.
+        """
+        with self.translated():
+            conn = self._engine(_Use.ASIDE).connect()
+        try:
+            yield conn
+        finally:
+            self._throw_away(conn)
+            conn.close()
 
     def transaction(
         self,
@@ -168,7 +202,8 @@ class Database:
             StoreUnavailable: the database can't be reached or refuses; says when the outcome is unknown.
             ConfigError: it will never do this (rights, read-only file, wrong password, missing table).
         """
-        return self._repeat(lambda: self._once(work, begin=self._begin, reserved=reserved), confirm)
+        use = _Use.RENEWAL if reserved else _Use.WORK
+        return self._repeat(lambda: self._once(work, begin=self._begin, use=use), confirm)
 
     def _repeat(self, attempt: Callable[[], T], confirm: Confirm[T] | None) -> T:
         deadline = time.monotonic() + self.settings.busy_timeout
@@ -212,7 +247,7 @@ class Database:
         pause = 0.05
         for left in reversed(range(8)):
             try:
-                answer = self._once(lambda conn: confirm(conn, unknown.result), begin=None, reserved=False)
+                answer = self._once(lambda conn: confirm(conn, unknown.result), begin=None, use=_Use.WORK)
                 if answer is not None or not left:
                     return answer
                 time.sleep(pause)
@@ -226,15 +261,15 @@ class Database:
             pause = min(1.0, pause * 2)
         raise AssertionError("unreachable")
 
-    def _once(self, work: Callable[[sa.Connection], T], *, begin: str | None, reserved: bool) -> T:
+    def _once(self, work: Callable[[sa.Connection], T], *, begin: str | None, use: _Use) -> T:
         if self._gate is None:
-            return self._attempt(work, begin=begin, reserved=reserved)
+            return self._attempt(work, begin=begin, use=use)
         with self._gate.inside():
-            return self._attempt(work, begin=begin, reserved=reserved)
+            return self._attempt(work, begin=begin, use=use)
 
-    def _attempt(self, work: Callable[[sa.Connection], T], *, begin: str | None, reserved: bool) -> T:
+    def _attempt(self, work: Callable[[sa.Connection], T], *, begin: str | None, use: _Use) -> T:
         result: T
-        with self._engine(reserved=reserved).connect() as conn:
+        with self._engine(use).connect() as conn:
             if begin is None:
                 try:
                     return work(conn)

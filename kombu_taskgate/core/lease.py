@@ -117,6 +117,12 @@ class LeaseKeeper:
         self._kept.clear()
         self._held.clear()
 
+    @property
+    def session(self) -> Session | None:
+        """The session of the usual lease time; there is one from :meth:`start` to :meth:`stop`."""
+        kept = self._kept.get(self._default)
+        return None if kept is None else kept.session
+
     def session_for(self, queue: str) -> Session:
         """The session to claim under from a queue; queues of the same lease time share one."""
         ttl = self._ttls.get(queue, self._default)

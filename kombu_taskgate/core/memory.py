@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from operator import attrgetter
@@ -53,6 +53,7 @@ from .model import (
 )
 from .settings import BrokerSettings, check_name
 from .topology import Binding, Exchange, Queue
+from .watch import Polling, Wake, Watch
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,16 @@ class MemoryStore:
         self.queues: dict[str, Queue] = {}
         self.touched: dict[str, int] = {}
         self.bindings: dict[tuple[str, str, str, str], Binding] = {}
+        #: (queue, session) -> how many consumers.
+        self.consumers: dict[tuple[str, int], int] = {}
         _stores.add(self)
+
+    def end_consumers(self, session: int, instant: int) -> None:
+        """A holder is gone: what it consumed was in use until then; the caller holds the lock."""
+        for queue, holder in [key for key in self.consumers if key[1] == session]:
+            del self.consumers[queue, holder]
+            if queue in self.touched:
+                self.touched[queue] = max(self.touched[queue], instant)
 
     def wake(self) -> None:
         """Make every waiting dequeue look again; the caller holds the lock."""
@@ -433,6 +443,7 @@ class MemoryBroker:
 
     def close_session(self, session: Session) -> int:
         with self._transaction() as changes:
+            self._store.end_consumers(session.id, self._now())
             self._store.sessions.pop(session.id, None)
             held = [row for row in self._rows() if row.session == session.id]
             for row in held:
@@ -469,6 +480,7 @@ class MemoryBroker:
                 self._remove(row)
             in_use = {row.session for row in self._rows()}
             for session in [s for s, until in self._store.sessions.items() if until < now and s not in in_use]:
+                self._store.end_consumers(session, self._store.sessions[session])
                 del self._store.sessions[session]
             for key, window in [k for k, (start, _) in self._store.quotas.items() if start + k[1] <= now]:
                 del self._store.quotas[key, window]
@@ -594,6 +606,12 @@ class MemoryBroker:
         return (start, used) if start >= current else (current, 0)
 
     # -- life ---------------------------------------------------------------------------------------
+
+    def watch(self, wake: Wake) -> Watch:
+        return Polling(self.settings.poll_max)
+
+    def due_in(self) -> float:
+        return math.inf
 
     def wake(self) -> None:
         with self._store.changed:
@@ -773,10 +791,34 @@ class MemoryTopology:
         with self._store.changed:
             return [b for b in self._store.bindings.values() if exchange is None or b.exchange == exchange]
 
-    def touch(self, names: Sequence[str]) -> None:
+    def recent_bindings(self, exchange: str) -> list[Binding]:
+        return self.bindings(exchange)
+
+    def set_consumers(self, session: Session, numbers: Mapping[str, int]) -> None:
+        with self._store.changed:
+            for queue, number in numbers.items():
+                if number:
+                    self._store.consumers[queue, session.id] = number
+                else:
+                    self._store.consumers.pop((queue, session.id), None)
+                    self._touch([queue])
+
+    def consumers(self, queue: str, but: Collection[int] = ()) -> int:
         with self._store.changed:
             now = self._clock.now_ms()
-            self._store.touched.update({name: now for name in names if name in self._store.queues})
+            return sum(
+                number
+                for (name, session), number in self._store.consumers.items()
+                if name == queue and session not in but and self._store.sessions.get(session, 0) >= now
+            )
+
+    def touch(self, names: Sequence[str]) -> None:
+        with self._store.changed:
+            self._touch(names)
+
+    def _touch(self, names: Sequence[str]) -> None:
+        now = self._clock.now_ms()
+        self._store.touched.update({name: now for name in names if name in self._store.queues})
 
     def unused(self) -> list[str]:
         with self._store.changed:
@@ -784,8 +826,12 @@ class MemoryTopology:
             return sorted(
                 queue.name
                 for queue in self._store.queues.values()
-                if queue.expires is not None and self._store.touched[queue.name] + to_ms(queue.expires) < now
+                if queue.expires is not None and self._last_use(queue.name) + to_ms(queue.expires) < now
             )
+
+    def _last_use(self, queue: str) -> int:
+        ends = [self._store.sessions.get(session, 0) for name, session in self._store.consumers if name == queue]
+        return max([self._store.touched[queue], *ends])
 
     def _drop_bindings(self, dropped: Callable[[Binding], bool]) -> None:
         self._store.bindings = {key: b for key, b in self._store.bindings.items() if not dropped(b)}

@@ -27,8 +27,12 @@ def _topology(conn: sa.Connection, tables: Tables) -> None:
         table.create(conn, checkfirst=True)
 
 
+def _consumers(conn: sa.Connection, tables: Tables) -> None:
+    tables.consumers.create(conn, checkfirst=True)
+
+
 #: Step n brings version n-1 to version n.
-STEPS: tuple[Step, ...] = (_tasks_and_leases, _topology)
+STEPS: tuple[Step, ...] = (_tasks_and_leases, _topology, _consumers)
 SCHEMA_VERSION = len(STEPS)
 
 

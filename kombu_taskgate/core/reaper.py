@@ -20,12 +20,12 @@ from .errors import TaskgateError
 logger = logging.getLogger("kombu_taskgate.reaper")
 
 #: Seconds between two looks for rows to prune.
-PRUNE_EVERY = 60.0
+PRUNE_EVERY = 300.0
 _reapers: weakref.WeakSet[Reaper] = weakref.WeakSet()
 
 
 class Reaper:
-    """Calls ``reap_expired`` every ``interval`` seconds (times 0.75 to 1.25), and ``prune`` once a minute.
+    """Calls ``reap_expired`` every ``interval`` seconds (times 0.75 to 1.25), and ``prune`` every five minutes.
 
     Args:
         broker: where.

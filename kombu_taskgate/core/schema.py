@@ -52,6 +52,7 @@ class Tables:
         self.queues = self._queues()
         self.exchanges = self._exchanges()
         self.bindings = self._bindings()
+        self.consumers = self._consumers()
 
     def _table(self, name: str, *parts: sa.Column[Any] | sa.Index, **options: Any) -> sa.Table:
         return sa.Table(self.prefix + name, self.metadata, *parts, **self._options, **options)
@@ -181,4 +182,13 @@ class Tables:
             sa.Column("arguments", self._dialect.text_type, nullable=False),
             self._index("bindings_exchange", "exchange"),
             self._index("bindings_queue", "queue"),
+        )
+
+    def _consumers(self) -> sa.Table:
+        return self._table(
+            "consumers",
+            _name("queue", primary_key=True),
+            sa.Column("session", sa.BigInteger, primary_key=True, autoincrement=False),
+            sa.Column("number", sa.Integer, nullable=False),
+            self._index("consumers_session", "session"),
         )

@@ -17,7 +17,7 @@ from .model import MAX_NAME
 LONGEST = 100 * 366 * 86400.0
 _DURATIONS = (
     "lease_ttl", "keep_completed", "keep_failed", "pool_timeout", "connect_timeout", "poll_min", "poll_max",
-    "busy_timeout",
+    "poll_listening", "busy_timeout",
 )  # fmt: skip
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,30}\Z")
 
@@ -43,6 +43,8 @@ class BrokerSettings:
         pool_timeout: longest wait for one of them.
         connect_timeout: longest wait for a new connection.
         poll_min, poll_max: how often a waiting dequeue looks: quick after work, slow when idle.
+        listen: tell other processes of new work, and be told, where the database can (PostgreSQL's LISTEN and NOTIFY).
+        poll_listening: poll_max while that works.
         synchronous: where the client decides (a database in a file): ``FULL`` survives power loss, ``NORMAL``
             is quicker and may lose the last commits then.
         busy_timeout: how long locks of others are waited for before StoreUnavailable.
@@ -65,6 +67,8 @@ class BrokerSettings:
     connect_timeout: float = 5.0
     poll_min: float = 0.01
     poll_max: float = 0.25
+    listen: bool = True
+    poll_listening: float = 30.0
     synchronous: Literal["FULL", "NORMAL"] = "FULL"
     busy_timeout: float = 60.0
 
@@ -78,7 +82,9 @@ class BrokerSettings:
         for name in _DURATIONS:
             if not abs(getattr(self, name)) <= LONGEST:
                 raise ConfigError(f"{name} must be a number of seconds up to 100 years, not {getattr(self, name)!r}")
-        for name in ("lease_ttl", "pool_timeout", "connect_timeout", "poll_min", "poll_max", "busy_timeout"):
+        for name in (
+            "lease_ttl", "pool_timeout", "connect_timeout", "poll_min", "poll_max", "poll_listening", "busy_timeout",
+        ):  # fmt: skip
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be more than 0 seconds, not {getattr(self, name)!r}")
         for name in ("lease_lost_max", "throttled_max", "max_deliveries", "max_payload", "pool_size"):

@@ -169,11 +169,20 @@ class Statements:
         return sa.union_all(*self._ready_places(number))
 
     def anything(self, number: int) -> Statement:
-        """As ready_queues, and -1 when a delayed row is due: a look that locks nothing."""
+        """As ready_queues; besides, at place -1, in how many ms the first delayed row is due. Locks nothing."""
         t = self._t
-        first = sa.select(t.run_at).where(self._in_lane(LANE_DELAYED), t.run_at <= self.now).order_by(t.run_at)
-        delayed = sa.select(sa.literal_column("-1", sa.Integer).label("place")).select_from(_first(first, "due"))
-        return sa.union_all(*self._ready_places(number), delayed)
+        parts = [
+            part.add_columns(sa.literal_column("0", sa.BigInteger).label("wait")) for part in self._ready_places(number)
+        ]
+        first = sa.select(t.run_at).where(self._in_lane(LANE_DELAYED)).order_by(t.run_at).limit(1).subquery("due")
+        place = sa.literal_column("-1", sa.Integer).label("place")
+        return sa.union_all(*parts, sa.select(place, (first.c.run_at - self.now).label("wait")))
+
+    @cached_property
+    def notify(self) -> Statement:
+        """Tell those who listen to p_channel."""
+        channel = sa.bindparam("p_channel", type_=sa.String)
+        return self.dialect.notification(channel, sa.bindparam("p_text", type_=sa.String))
 
     def _ready_places(self, number: int) -> list[sa.Select[Any]]:
         t = self._t
@@ -521,10 +530,26 @@ class Statements:
 
     def _lost(self, whose: sa.ColumnElement[bool]) -> Statement:
         t = self._t
-        query = sa.select(t.id, t.queue, t.state, t.linked, t.cancel_mark, t.lease_lost).where(
-            whose, t.state == sa.literal_column("'running'"), t.lease_until < self.now
-        )
+        query = sa.select(t.id, t.queue, t.state, t.linked, t.cancel_mark, t.lease_lost).where(whose, *self._out)
         return self._locking(query.limit(sa.bindparam("p_limit")), skip=True)
+
+    @property
+    def _out(self) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:
+        return self._t.state == sa.literal_column("'running'"), self._t.lease_until < self.now
+
+    @cached_property
+    def anything_lost(self) -> Statement:
+        """Whether one of pick_lost, pick_orphaned and pick_stray would find something; locks nothing."""
+        t, s = self._t, self.tables.sessions.c
+        held = sa.select(t.id).where(t.session == s.id, *self._out).limit(1)
+        lost = held.correlate(self.tables.sessions).scalar_subquery().is_not(None)
+        looks = (
+            sa.select(t.id).where(t.session.is_(None), *self._out),
+            sa.select(s.id).where(s.until_ < self.now, lost),
+            sa.select(t.id).where(t.session.is_not(None), ~sa.exists().where(s.id == t.session), *self._out),
+        )
+        firsts = [_first(look, f"look{place}") for place, look in enumerate(looks)]
+        return sa.union_all(*(sa.select(sa.literal_column("1", sa.Integer)).select_from(first) for first in firsts))
 
     # -- keeping tidy -------------------------------------------------------------------------------
 
@@ -666,3 +691,58 @@ class Statements:
             )
             .values(used=q.used - number)
         )
+
+    # -- queues and who uses them --------------------------------------------------------------------
+
+    @cached_property
+    def touch_queues(self) -> Statement:
+        """Queues (p_names) are in use now."""
+        q = self.tables.queues
+        return sa.update(q).where(_in(q.c.name, "p_names")).values(touched_at=self.now)
+
+    @cached_property
+    def drop_consumers(self) -> Statement:
+        """A holder's consumers of one queue are gone."""
+        c = self.tables.consumers.c
+        ours = (c.queue == sa.bindparam("p_queue"), c.session == sa.bindparam("p_session"))
+        return sa.delete(self.tables.consumers).where(*ours)
+
+    @cached_property
+    def add_consumers(self) -> Statement:
+        """A holder has p_number consumers of a queue."""
+        return sa.insert(self.tables.consumers).values(
+            queue=sa.bindparam("p_queue"), session=sa.bindparam("p_session"), number=sa.bindparam("p_number")
+        )
+
+    @cached_property
+    def count_consumers(self) -> Statement:
+        """Consumers that a queue has, of holders that live, but for p_but."""
+        c, s = self.tables.consumers.c, self.tables.sessions.c
+        query = sa.select(sa.func.coalesce(sa.func.sum(c.number), 0)).where(c.queue == sa.bindparam("p_queue"))
+        return query.where(s.id == c.session, s.until_ >= self.now, ~_in(c.session, "p_but"))
+
+    @cached_property
+    def unused_queues(self) -> Statement:
+        """Queues whose time has passed since they were touched, and since the end of all who consume them."""
+        q, c, s = self.tables.queues.c, self.tables.consumers.c, self.tables.sessions.c
+        used = sa.exists().where(c.queue == q.name, s.id == c.session, s.until_ + q.expires_ms >= self.now)
+        query = sa.select(q.name).where(q.expires_ms.is_not(None), q.touched_at + q.expires_ms < self.now, ~used)
+        return query.order_by(q.name)
+
+    @cached_property
+    def touch_consumed(self) -> Statement:
+        """The queues that a holder (p_id) consumes were in use until now."""
+        q, c = self.tables.queues, self.tables.consumers.c
+        consumed = sa.select(c.queue).where(c.session == sa.bindparam("p_id"))
+        return sa.update(q).where(q.c.expires_ms.is_not(None), q.c.name.in_(consumed)).values(touched_at=self.now)
+
+    @cached_property
+    def delete_consumers(self) -> Statement:
+        """A holder (p_id) consumes nothing any more."""
+        return sa.delete(self.tables.consumers).where(self.tables.consumers.c.session == sa.bindparam("p_id"))
+
+    @cached_property
+    def delete_old_consumers(self) -> Statement:
+        """Forget consumers whose holder has been forgotten."""
+        c, s = self.tables.consumers.c, self.tables.sessions.c
+        return sa.delete(self.tables.consumers).where(~sa.exists().where(s.id == c.session))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from .model import Session
 
 
 @dataclass(slots=True, frozen=True)
@@ -75,8 +77,20 @@ class Topology(Protocol):
     def bindings(self, exchange: str | None = None) -> list[Binding]:
         """Bindings of one exchange, or all of them."""
 
+    def recent_bindings(self, exchange: str) -> list[Binding]:
+        """Bindings of one exchange as they were a moment ago: for what is sent often and may be lost."""
+
     def touch(self, names: Sequence[str]) -> None:
         """Say that these queues are in use now (for ``expires`` and auto-delete)."""
 
+    def set_consumers(self, session: Session, numbers: Mapping[str, int]) -> None:
+        """Say how many consumers a holder of leases has on queues now; 0 ends their use of the queue.
+
+        A queue with consumers is in use as long as their session lives; closing the session ends it too.
+        """
+
+    def consumers(self, queue: str, but: Collection[int] = ()) -> int:
+        """How many consumers a queue has, of all holders that live, but for these sessions' ids."""
+
     def unused(self) -> list[str]:
-        """Names of queues whose ``expires`` has passed since they were last touched."""
+        """Names of queues whose ``expires`` has passed since they were last in use."""

@@ -156,7 +156,7 @@ class Channel(StdChannel):
         """Declare a queue; one without a name gets one. What exists stays as it is.
 
         Returns:
-            name, messages that wait, consumers in this process.
+            name, messages that wait, consumers.
 
         Raises:
             NotFound: ``passive``, and it does not exist.
@@ -258,7 +258,7 @@ class Channel(StdChannel):
     def after_reply_message_received(self, queue: str) -> None:
         """The replies have been received: their queue has done its work."""
         connection = self._open()
-        if not connection.consumers_of(queue):
+        if not connection.consumers_here(queue):
             self.queue_delete(queue)
 
     def prepare_queue_arguments(self, arguments: Mapping[str, Any], **kwargs: Any) -> Any:
@@ -398,7 +398,7 @@ class Channel(StdChannel):
     def _last_of_exclusive(self, queue: str) -> None:
         """A queue that is this connection's alone goes with its last consumer."""
         connection = self.connection
-        if connection is None or not connection.declared.is_exclusive(queue) or connection.consumers_of(queue):
+        if connection is None or not connection.declared.is_exclusive(queue) or connection.consumers_here(queue):
             return
         try:
             self.queue_delete(queue)

@@ -8,17 +8,17 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import TaskgateError
 from ..core.factory import open_broker
+from ..core.ready import Ready
 from ..core.settings import BrokerSettings
 from . import declared, process
 from .engine import DeliveryEngine
 from .errors import RecoverableConnectionError, kombu_errors
 from .options import EngineOptions
-from .ready import Ready
 from .routing import Router
 
 if TYPE_CHECKING:
@@ -121,7 +121,10 @@ class Connection:
 
     def _keep_queues(self) -> float:
         engine = self._engine
-        return declared.LONGEST if engine is None else self.declared.keep(engine.consumed())
+        session = None if engine is None else engine.session
+        if engine is None or session is None:
+            return declared.LONGEST
+        return self.declared.keep(session, engine.consumed())
 
     def drain_events(self, timeout: float | None = None) -> None:
         """Deliver one message.
@@ -171,21 +174,25 @@ class Connection:
 
     def published(self, queues: Sequence[str]) -> None:
         """Wake the consumers of these queues in this process."""
+        for engine in self._engines_here():
+            engine.wake(queues)
+
+    def consumers_of(self, queue: str) -> int:
+        """How many consumers a queue has; of those in other processes one that has just begun may be missing."""
+        sessions = [session.id for engine in self._engines_here() if (session := engine.session) is not None]
+        return self.consumers_here(queue) + self.broker.topology.consumers(queue, sessions)
+
+    def consumers_here(self, queue: str) -> int:
+        """How many consumers of a queue this process has."""
+        return sum(engine.consumers_of(queue) for engine in self._engines_here())
+
+    def _engines_here(self) -> Iterator[DeliveryEngine]:
+        """The engines of this process that work with the same tables."""
         for connection in process.watched():
             if isinstance(connection, Connection) and connection.settings == self.settings:
                 engine = connection._engine
                 if engine is not None:
-                    engine.wake(queues)
-
-    def consumers_of(self, queue: str) -> int:
-        """How many consumers of a queue this process has; those of other processes are not known."""
-        return sum(
-            connection._engine.consumers_of(queue)
-            for connection in process.watched()
-            if isinstance(connection, Connection)
-            and connection.settings == self.settings
-            and connection._engine is not None
-        )
+                    yield engine
 
     # -- the end -------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
-"""Queues with a limited life: kept while somebody here uses them, deleted when nobody does.
+"""Queues with a limited life: kept while somebody uses them, deleted when nobody does.
 
-A worker's remote control queue, a reply queue, a broadcast queue: each has an ``expires`` in the shared
-tables. Who consumes such a queue touches it in time. If it was deleted all the same, because this process was
+A worker's remote control queue, a reply queue, a broadcast queue: each has an ``expires`` in the shared tables. Who
+consumes it is noted there too, under the session of its leases: as long as that lives the queue is in use, and
+no message need be spent on saying so. If it was deleted all the same, because this process was
 frozen or the database away for longer, it is declared again with its bindings, or its owner would be deaf
 without knowing.
 """
@@ -10,10 +11,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..core.broker import Broker
+from ..core.model import Session
 from ..core.topology import Binding, Queue
 
 logger = logging.getLogger("kombu_taskgate.transport")
@@ -21,8 +23,8 @@ logger = logging.getLogger("kombu_taskgate.transport")
 #: Seconds after which an auto-delete queue that names no time of its own is deleted, once nobody uses it. Who
 #: else consumes it can't be known when a consumer leaves, so it is not deleted at once.
 AUTO_DELETE_EXPIRES = 3600.0
-#: Longest and shortest pause between two looks after the queues consumed here.
-LONGEST, SHORTEST = 60.0, 0.5
+#: Longest pause between two looks whether the queues consumed here are still there.
+LONGEST = 60.0
 
 
 @dataclass(slots=True)
@@ -42,6 +44,8 @@ class Declared:
         self._broker = broker
         self._lock = threading.Lock()
         self._queues: dict[str, _Declared] = {}
+        #: How many consumers of which queue the shared tables have for us.
+        self._noted: dict[str, int] = {}
 
     def after_fork(self) -> None:
         """In the child: the lock may have been held by a thread that is not here."""
@@ -83,31 +87,34 @@ class Declared:
             known = self._queues.get(name)
             return known is not None and known.queue is not None and known.queue.exclusive
 
-    def keep(self, consumed: Sequence[str]) -> float:
-        """Touch the consumed queues that would expire; returns after how many seconds to do it again.
+    def keep(self, session: Session, consumed: Mapping[str, int]) -> float:
+        """Note who consumes here, and declare again what was deleted under them; returns when to look again (seconds).
+
+        Args:
+            session: of the leases of this process.
+            consumed: queues and how many consumers they have here.
 
         Raises:
             StoreUnavailable: the database does not answer.
         """
-        known = [self._known(name) for name in consumed]
-        mortal = [d for d in known if d.queue is not None and d.queue.expires is not None]
-        if not mortal:
-            return LONGEST
         topology = self._broker.topology
-        names = [d.queue.name for d in mortal if d.queue is not None]
-        topology.touch(names)
+        ended = dict.fromkeys((name for name in self._noted if name not in consumed), 0)
+        changed = {name: number for name, number in consumed.items() if self._noted.get(name) != number}
+        topology.set_consumers(session, {**ended, **changed})
+        self._noted = dict(consumed)
         shortest = LONGEST
-        for declared in mortal:
+        for declared in [self._known(name) for name in consumed]:
             queue = declared.queue
             if queue is None or queue.expires is None:
                 continue
-            shortest = min(shortest, queue.expires / 3)
+            # Who was frozen for so long looks at once.
+            shortest = min(shortest, session.ttl + queue.expires)
             if topology.queue(queue.name) is None:
                 logger.warning("queue %r, which is consumed here, was deleted: declaring it again", queue.name)
                 topology.declare_queue(queue)
                 for binding in declared.bindings:
                     topology.bind(binding)
-        return max(SHORTEST, shortest)
+        return shortest
 
     def _known(self, name: str) -> _Declared:
         with self._lock:

@@ -2,7 +2,7 @@
 
 A pump thread does all the database's work of consuming. In one turn it writes the settlements that wait and
 claims what there is room for, both in one transaction where that is possible. Claims go to the buffers of
-the channels, and the consumer is woken: through :class:`~.ready.Ready` where an event loop waits, through a
+the channels, and the consumer is woken: through :class:`~..core.ready.Ready` where an event loop waits, through a
 condition where ``drain_events`` does. Consumers never wait for the database, and what goes wrong with it is
 never raised at them: the pump keeps what it has, tries again, and claims nothing while leases could not be
 renewed.
@@ -21,19 +21,21 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..core.broker import Broker
 from ..core.errors import LeaseLost, StoreUnavailable, TaskgateError
 from ..core.lease import LeaseKeeper
 from ..core.model import Claim, FailKind, Lease, Reason, Session
+from ..core.ready import Ready
 from ..core.reaper import Reaper
 from ..core.settings import BrokerSettings
+from ..core.watch import LOOK_ON, Polling, Watch
 from .codec import Envelope, decode
 from .errors import RecoverableConnectionError, Undecodable
 from .options import EngineOptions
-from .ready import Ready
 from .settle import Action, Batch, Settlement, Settler
 from .window import Consumer, Delivery, Stage, Window
 
@@ -158,6 +160,11 @@ class DeliveryEngine:
         self._split = False
         self._poll_at = 0.0
         self._poll_pause = self.settings.poll_min
+        #: Whoever has heard or found something goes on looking until then, see core/watch.py.
+        self._look_on = 0.0
+        #: Whether the next look is one that nobody is expected to have to tell of.
+        self._untold = False
+        self._watch: Watch = Polling(self.settings.poll_max)
         self._rested_at = 0.0
         self._upkeep_at = 0.0
         self._retry_at = 0.0
@@ -174,6 +181,7 @@ class DeliveryEngine:
         """
         self._keeper.start()
         self._reaper.start()
+        self._watch = self.broker.watch(self._told)
         self._thread = threading.Thread(target=self._pump, name="taskgate-pump", daemon=True)
         self._thread.start()
 
@@ -192,6 +200,7 @@ class DeliveryEngine:
             # A call that hangs in a dead network must not keep the process from ending.
             self._thread.join(LAST_TRY)
         self._last_settlements()
+        self._watch.close()
         self._keeper.stop()
         self._reaper.stop()
 
@@ -282,6 +291,8 @@ class DeliveryEngine:
             consumer = window.consumers.pop(tag, None)
             if consumer is not None:
                 self._add(window.take_buffered(consumer), Action.RETURN)
+                self._upkeep_at = 0.0
+                self._work.notify()
             return consumer
 
     def set_prefetch(self, window: Window, count: int) -> None:
@@ -317,15 +328,29 @@ class DeliveryEngine:
         with self._lock:
             return sum(len(window.consumers_of(queue)) for window in self._windows)
 
-    def consumed(self) -> list[str]:
-        """Queues that this connection consumes."""
+    def consumed(self) -> dict[str, int]:
+        """Queues that this connection consumes, and with how many consumers."""
         with self._lock:
-            return list(dict.fromkeys(c.queue for window in self._windows for c in window.consumers.values()))
+            return Counter(c.queue for window in self._windows for c in window.consumers.values())
+
+    @property
+    def session(self) -> Session | None:
+        """The session of this engine's leases, while it runs."""
+        return self._keeper.session
 
     def wake(self, queues: Iterable[str]) -> None:
         """Look for work now if one of the queues is consumed here."""
         with self._lock:
             if not self._stopping and any(window.consumers_of(queue) for queue in queues for window in self._windows):
+                self._wake()
+
+    def _told(self, queues: Collection[str] | None) -> None:
+        """The store has told of work, or that it can't tell any more."""
+        if queues is not None:
+            self.wake(queues)
+            return
+        with self._lock:
+            if not self._stopping:
                 self._wake()
 
     def flush(self) -> None:
@@ -398,6 +423,8 @@ class DeliveryEngine:
         self._wakes += 1
         self._poll_at = 0.0
         self._poll_pause = self.settings.poll_min
+        self._look_on = time.monotonic() + LOOK_ON
+        self._untold = False
         self._work.notify()
 
     def _next(self) -> Delivery | None:
@@ -468,8 +495,10 @@ class DeliveryEngine:
             due = max(rested, now if enough else self._pending.acks[0].since + self._options.ack_delay)
         if self._retired is not None:
             due = min(due, self._look_at)
-        elif any(window.consumers for window in self._windows):
-            due = min(due, max(self._poll_at, rested, self._room_due(now)), self._upkeep_at)
+        else:
+            due = min(due, self._upkeep_at)
+            if any(window.consumers for window in self._windows):
+                due = min(due, max(self._poll_at, rested, self._room_due(now)))
         return max(due, self._retry_at)
 
     def _room_due(self, now: float) -> float:
@@ -570,8 +599,26 @@ class DeliveryEngine:
             self._poll_at = 0.0
             return
         found = any(request.found for request in requests)
-        self._poll_pause = self.settings.poll_min if found else min(self._poll_pause * 2, self.settings.poll_max)
-        self._poll_at = now + self._poll_pause * random.uniform(0.8, 1.0)
+        if found:
+            if self._untold:
+                self._watch.doubt()
+            self._poll_pause = self.settings.poll_min
+            self._look_on = now + LOOK_ON
+        else:
+            longest = min(self.settings.poll_max, self._watch.longest_pause)
+            self._poll_pause = min(self._poll_pause * 2, longest)
+        self._untold = False
+        if self._watch.live and now >= self._look_on:
+            self._poll_at = now + self._sleep_until_told()
+        else:
+            self._poll_at = now + self._poll_pause * random.uniform(0.8, 1.0)
+
+    def _sleep_until_told(self) -> float:
+        """How long to sleep where the store tells of new work: until something is due, or a word may have been lost."""
+        longest = self._watch.longest_pause * random.uniform(0.8, 1.0)
+        due_in = self.broker.due_in()
+        self._untold = due_in > longest
+        return longest if self._untold else max(self.settings.poll_min, due_in)
 
     def _requests(self, intakes: Sequence[_Intake]) -> list[_Request]:
         """Bundle the wishes into as few calls as possible; each call is under one session."""
@@ -746,6 +793,9 @@ class DeliveryEngine:
         with self._lock:
             since, self._out_since = self._out_since, None
             self._retry_at, self._retry_pause = 0.0, MIN_PAUSE
+            if since is not None:
+                # What was away may have missed something, or be missing itself.
+                self._upkeep_at = 0.0
         if since is not None:
             logger.warning("the broker can be used again after %.1f s", time.monotonic() - since)
 

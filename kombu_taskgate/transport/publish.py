@@ -16,13 +16,18 @@ if TYPE_CHECKING:
     from .channel import Channel
 
 
+#: What delivery_mode says of a message that may be lost (AMQP 0-9-1, basic.delivery-mode; kombu also takes the name).
+TRANSIENT = (1, "transient")
+
+
 def route(router: Router, envelope: Envelope) -> list[str]:
     """Queues that the message goes to.
 
     Raises:
         NotFound: there is no such exchange.
     """
-    return router.route(envelope.exchange, envelope.routing_key, envelope.headers)
+    transient = envelope.properties.get("delivery_mode") in TRANSIENT
+    return router.route(envelope.exchange, envelope.routing_key, envelope.headers, transient=transient)
 
 
 def prepare(router: Router, envelope: Envelope, queues: Sequence[str], naive: tzinfo) -> list[NewTask]:

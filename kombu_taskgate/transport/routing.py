@@ -21,8 +21,8 @@ BUILT_IN: Mapping[str, Exchange] = {
     f"amq.{kind}": Exchange(f"amq.{kind}", kind) for kind in ("direct", "topic", "fanout", "headers")
 }
 BUILT_IN_TYPES = frozenset({"direct", "topic", "fanout", "headers"})
-#: Seconds for which a declaration that was read is believed. Bindings are read each time.
-BELIEVED = 5.0
+#: Seconds for which a declaration that was read is believed, and for which it is that there is none.
+BELIEVED, ABSENCE_BELIEVED = 60.0, 5.0
 _MOST = 1000
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class _Read(Generic[T]):
     def put(self, name: str, value: T) -> None:
         if len(self._known) >= _MOST:
             self._known.clear()
-        self._known[name] = (time.monotonic() + BELIEVED, value)
+        self._known[name] = (time.monotonic() + (ABSENCE_BELIEVED if value is None else BELIEVED), value)
 
     def forget(self, name: str) -> None:
         self._known.pop(name, None)
@@ -65,19 +65,35 @@ class Router:
         self._exchanges: _Read[Exchange | None] = _Read(topology.exchange)
         self._queues: _Read[Queue | None] = _Read(topology.queue)
 
-    def route(self, exchange: str, routing_key: str, headers: Mapping[str, Any]) -> list[str]:
+    def route(
+        self, exchange: str, routing_key: str, headers: Mapping[str, Any], *, transient: bool = False
+    ) -> list[str]:
         """Names of the queues that a message goes to, each once.
+
+        ``transient``: it may be lost, so what the bindings were a moment ago will do. An event that nobody listens
+        to then costs nothing.
 
         Raises:
             NotFound: there is no such exchange.
         """
         if not exchange:
             return [routing_key]
-        found = self.exchange(exchange)
-        if found is None:
+        found = self._existing(exchange)
+        # Broadcasts are seldom, and who sends one may just have bound the queue for its replies.
+        recent = transient and found.type == "topic"
+        bindings = self._topology.recent_bindings(exchange) if recent else self._topology.bindings(exchange)
+        if not bindings and not recent and exchange not in BUILT_IN:
+            # Perhaps because it is gone: a publish that goes nowhere must not look like one that does not.
             self._exchanges.forget(exchange)
-            raise NotFound(f"NOT_FOUND - no exchange {exchange!r}: declare it before publishing to it")
-        return matching(found, self._topology.bindings(exchange), routing_key, headers)
+            self._existing(exchange)
+        return matching(found, bindings, routing_key, headers)
+
+    def _existing(self, name: str) -> Exchange:
+        found = self.exchange(name)
+        if found is None:
+            self._exchanges.forget(name)
+            raise NotFound(f"NOT_FOUND - no exchange {name!r}: declare it before publishing to it")
+        return found
 
     def exchange(self, name: str) -> Exchange | None:
         """The exchange of that name."""

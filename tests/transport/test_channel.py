@@ -63,6 +63,21 @@ def test_consumers_of_this_process_are_counted(connect):
     assert there.default_channel.queue_declare("q", passive=True).consumer_count == 0
 
 
+def test_consumers_of_other_processes_are_counted_while_they_live(connect):
+    connection = connect(lease_ttl=2)
+    broker = connection.connection.broker
+    channel = connection.default_channel
+    channel.queue_declare("q")
+    elsewhere = broker.open_session("elsewhere", 2.0)
+    broker.topology.set_consumers(elsewhere, {"q": 3})
+    with consuming(connection, "q"):
+        assert channel.queue_declare("q", passive=True).consumer_count == 4
+        with pytest.raises(PreconditionFailed, match="has consumers"):
+            channel.queue_delete("q", if_unused=True)
+    assert channel.queue_declare("q", passive=True).consumer_count == 3
+    wait_until(lambda: channel.queue_declare("q", passive=True).consumer_count == 0, "their holder is dead")
+
+
 def test_purging_takes_all_that_waits_and_nothing_that_runs(connect):
     connection = connect()
     publish(connection, "q", *range(5))

@@ -603,8 +603,8 @@ def test_queues_that_expire_live_as_long_as_they_are_consumed(connect):
 
 
 def test_a_consumed_queue_that_was_deleted_is_declared_again_with_its_bindings(connect, caplog):
-    connection = connect(reap_interval=60)
-    topology = connect().connection.broker.topology
+    connection = connect(reap_interval=60, lease_ttl=1)
+    topology = connect(lease_ttl=1).connection.broker.topology
     channel = connection.channel()
     channel.exchange_declare("x", type="fanout")
     channel.queue_declare("mine", arguments={"x-expires": 3000})

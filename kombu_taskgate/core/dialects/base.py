@@ -44,6 +44,10 @@ class Dialect:
     survives_fork: ClassVar[bool] = True
     #: Whether SELECT … FOR UPDATE SKIP LOCKED means something; otherwise ``begin`` must exclude writers.
     skip_locked: ClassVar[bool] = True
+    #: Whether it can tell other connections of new work by itself: then ``notification`` and the methods that hear.
+    notifies: ClassVar[bool] = False
+    #: Longest pause in seconds between two looks where :meth:`change_mark` makes a look all but free.
+    probe_every: ClassVar[float | None] = None
     #: Words before a statement that make the database show its plan.
     explain_words: ClassVar[str] = "EXPLAIN"
     #: Types of a growing id, of bytes and of text without a practical limit.
@@ -116,6 +120,33 @@ class Dialect:
 
     def insert_or_ignore(self, table: sa.Table) -> sa.Insert:
         """An INSERT that does nothing when the primary key exists."""
+        raise NotImplementedError
+
+    def change_mark(self, conn: sa.Connection) -> object | None:
+        """What differs from the last answer on this connection once others have committed something.
+
+        ``None``: it can't be told more cheaply than by looking.
+        """
+        return None
+
+    def notification(self, channel: sa.ColumnElement[str], text: sa.ColumnElement[str]) -> sa.Select[Any]:
+        """Send a text to those who listen to the channel, when the transaction commits."""
+        raise NotImplementedError
+
+    def listen(self, conn: sa.Connection, channel: str) -> None:
+        """Have the connection notified from now on."""
+        raise NotImplementedError
+
+    def descriptor(self, connection: DBAPIConnection) -> int:
+        """The file descriptor that is readable when a notification has arrived."""
+        raise NotImplementedError
+
+    def heard(self, connection: DBAPIConnection) -> list[str]:
+        """The texts that have arrived since; does not wait.
+
+        Raises:
+            StoreUnavailable: the connection is gone.
+        """
         raise NotImplementedError
 
     @contextmanager

@@ -10,9 +10,10 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.engine.interfaces import DBAPIConnection
 
 from ..clock import to_ms
-from ..errors import ConfigError
+from ..errors import ConfigError, StoreUnavailable
 from ..settings import BrokerSettings
 from .base import Dialect, Verdict
 
@@ -38,6 +39,7 @@ class PostgreSQL(Dialect):
     backends = ("postgresql", "postgres")
     drivers = (("psycopg", "psycopg"), ("psycopg2", "psycopg2"))
     install = "pip install 'celery-taskgate[postgresql]'"
+    notifies = True
     begin = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
 
     def choose_driver(self, url: sa.URL) -> sa.URL:
@@ -107,6 +109,33 @@ class PostgreSQL(Dialect):
 
     def insert_or_ignore(self, table: sa.Table) -> sa.Insert:
         return insert(table).on_conflict_do_nothing()
+
+    def notification(self, channel: sa.ColumnElement[str], text: sa.ColumnElement[str]) -> sa.Select[Any]:
+        return sa.select(sa.func.pg_notify(channel, text))
+
+    def listen(self, conn: sa.Connection, channel: str) -> None:
+        conn.exec_driver_sql(f"LISTEN {conn.dialect.identifier_preparer.quote(channel)}")
+
+    def descriptor(self, connection: DBAPIConnection) -> int:
+        number: int = connection.fileno()
+        return number
+
+    def heard(self, connection: DBAPIConnection) -> list[str]:
+        driver: Any = connection
+        try:
+            if hasattr(driver, "pgconn"):
+                driver.pgconn.consume_input()
+                texts = []
+                while (notification := driver.pgconn.notifies()) is not None:
+                    texts.append(bytes(notification.extra).decode())
+                return texts
+            driver.poll()
+            texts = [notification.payload for notification in driver.notifies]
+            driver.notifies.clear()
+        except Exception as error:
+            # Each driver has its own class for it, and none of them is imported here.
+            raise StoreUnavailable(f"the connection that listens for new work is gone: {error}") from error
+        return texts
 
     @contextmanager
     def schema_lock(self, conn: sa.Connection, name: str) -> Iterator[None]:

@@ -30,6 +30,7 @@ class SQLite(Dialect):
     # holds what the parent holds (sqlite.org, "How To Corrupt An SQLite Database File", 2.7).
     survives_fork = False
     skip_locked = False
+    probe_every = 0.05
     explain_words = "EXPLAIN QUERY PLAN"
     id_type = sa.Integer()  # only INTEGER PRIMARY KEY numbers rows
     never_reuse_ids: ClassVar[Mapping[str, Any]] = {"sqlite_autoincrement": True}
@@ -83,6 +84,11 @@ class SQLite(Dialect):
 
     def insert_or_ignore(self, table: sa.Table) -> sa.Insert:
         return insert(table).on_conflict_do_nothing()
+
+    def change_mark(self, conn: sa.Connection) -> object | None:
+        # Numbers of different connections mean nothing to each other, so the connection is part of the mark.
+        connection = conn.info.setdefault("taskgate_mark", object())
+        return connection, conn.exec_driver_sql("PRAGMA data_version").scalar_one()
 
     @contextmanager
     def schema_lock(self, conn: sa.Connection, name: str) -> Iterator[None]:

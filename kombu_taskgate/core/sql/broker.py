@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
 import sqlalchemy as sa
@@ -15,7 +15,8 @@ from ..broker import Notify
 from ..clock import Clock, to_ms
 from ..database import Confirm, Database
 from ..dialects.base import Dialect
-from ..errors import ConfigError, LeaseLost, TaskCanceled, TaskNotFound
+from ..errors import ConfigError, LeaseLost, TaskCanceled, TaskgateError, TaskNotFound
+from ..listener import Listener
 from ..model import (
     Claim,
     FailKind,
@@ -30,13 +31,16 @@ from ..model import (
     State,
     Task,
 )
+from ..notifier import BINDINGS, Notifier, work_in
 from ..schema import LANE_BLOCKED, LANE_DELAYED, LANE_READY, Tables
 from ..settings import BrokerSettings, check_name, storable
 from ..statements import Statements
 from ..wakeup import Wakeup
+from ..watch import Polling, Wake, Watch
 from . import claim, control, leases, publish, queries, quota, settle
+from .looks import Looks, channel_name
 from .topology import SqlTopology
-from .work import Work, chunks, repeat
+from .work import Work, repeat
 
 logger = logging.getLogger("kombu_taskgate.broker")
 T = TypeVar("T")
@@ -44,7 +48,7 @@ T = TypeVar("T")
 #: Longest time between two looks for due rows while claims go on without a pause (seconds).
 PROMOTE_EVERY = 0.02
 #: Longest time between two looks for blocked executions that nobody will wake (seconds).
-REPAIR_EVERY = 60.0
+REPAIR_EVERY = 300.0
 
 
 class SqlBroker:
@@ -73,10 +77,20 @@ class SqlBroker:
             self.database.dispose()
             raise
         self.sql = Statements(self.tables, dialect, clock)
-        self.topology = SqlTopology(self.database, self.sql)
+        self.topology = SqlTopology(self.database, self.sql, self._bindings_changed, self._is_told)
         ttls = {queue: to_ms(ttl) for queue, ttl in settings.queue_lease_ttl.items()}
         self._extend = self.sql.extend(ttls, to_ms(settings.lease_ttl))
         self._wakeup = Wakeup()
+        # Under a test's clock something can become due without anybody's doing.
+        probe = dialect.probe_every if clock is None else None
+        self._looks = Looks(self.database, self.sql, probes=probe is not None)
+        self._pause = settings.poll_max if probe is None else min(probe, settings.poll_max)
+        self._tells = dialect.notifies and settings.listen and clock is None
+        self._channel = channel_name(self.tables)
+        self._notifier = Notifier()
+        self._listener: Listener | None = None
+        if self._tells:
+            self._listener = Listener(self.database, self._channel, self._send, self.topology.forget_bindings)
         self._turn = 0
         self._quiet = False
         self._promoted_at = 0.0
@@ -103,17 +117,71 @@ class SqlBroker:
         confirm: Confirm[T] | None = None,
         reserved: bool = False,
     ) -> T:
-        works: list[Work] = []
+        works: list[tuple[Work, list[str]]] = []
 
         def attempt(conn: sa.Connection) -> T:
-            work = Work(conn, self.sql, self.settings, announce=self._notify is not None)
-            works.append(work)
-            return part(work)
+            work = self._work(conn)
+            result = part(work)
+            told = self._tell(work) if self._tells and work.woken else []
+            works.append((work, told))
+            return result
 
         result = self.database.transaction(attempt, confirm=confirm, reserved=reserved)
+        work, told = works[-1]
+        if work.woken and self._tells:
+            self._told(work.woken, told)
         if self._notify is not None:
-            self._announce(works[-1])
+            self._announce(work)
         return result
+
+    def _work(self, conn: sa.Connection) -> Work:
+        return Work(conn, self.sql, self.settings, announce=self._notify is not None)
+
+    # -- telling other processes ---------------------------------------------------------------------
+
+    def _tell(self, work: Work) -> list[str]:
+        """Notify in the transaction itself: those who hear of work then find it."""
+        due = self._notifier.due(work.woken)
+        if due:
+            work.run(self.sql.notify, p_channel=self._channel, p_text=work_in(due))
+        return due
+
+    def _told(self, woken: Collection[str], told: Collection[str]) -> None:
+        """After the commit: what was left out because it had just been told, and has taken longer, is told now."""
+        self._notifier.sent(told)
+        late = [queue for queue in self._notifier.due(woken) if queue not in told]
+        if late:
+            try:
+                self._send(work_in(late))
+            except TaskgateError as error:
+                logger.debug("queues %s have work that nobody was told of: %s", late, error)
+            else:
+                self._notifier.sent(late)
+
+    def _send(self, text: str) -> None:
+        parameters = {"p_channel": self._channel, "p_text": text}
+        self.database.read(lambda conn: conn.execute(self.sql.notify, parameters))
+
+    def _bindings_changed(self) -> None:
+        if self._tells:
+            try:
+                self._send(BINDINGS)
+            except TaskgateError as error:
+                logger.debug("nobody was told of the changed bindings: %s", error)
+
+    def _is_told(self) -> bool:
+        """Whether this process hears of changes by itself."""
+        return self._listener is not None and self._listener.live
+
+    def watch(self, wake: Wake) -> Watch:
+        """See the contract."""
+        if self._listener is not None:
+            return self._listener.watch(wake)
+        return Polling(self._pause)
+
+    def due_in(self) -> float:
+        """See the contract."""
+        return self._looks.due_in()
 
     def _announce(self, work: Work) -> None:
         for change in work.changes:
@@ -212,23 +280,12 @@ class SqlBroker:
                 return settle.count_current(conn, self.sql.count_held, claims) > 0
             return self._settled(leases)(conn, refused)
 
-        if not leases and (not names or (self._quiet and not self._anything(names))):
+        # After a claim that found nothing: an idle worker locks nothing.
+        if not leases and (not names or (self._quiet and not self._looks.anything(names))):
             return [], []
         result = self._run(part, confirm=done)
         self._quiet = bool(names) and not result[1]
         return result
-
-    def _anything(self, queues: Sequence[str]) -> bool:
-        """A look without a transaction, for when the last claim found nothing: an idle worker locks nothing."""
-
-        def look(conn: sa.Connection) -> bool:
-            for part in chunks(queues):
-                parameters = self.sql.time(**claim.queue_parameters(part))
-                if conn.execute(self.sql.anything(len(part)), parameters).first() is not None:
-                    return True
-            return False
-
-        return self.database.read(look)
 
     def _rotated(self, queues: list[str]) -> list[str]:
         """Start with another queue each time, so that the first does not always get the odd one."""
@@ -334,7 +391,7 @@ class SqlBroker:
 
     def renew_session(self, session: Session) -> Renewal:
         """See the contract."""
-        return self._run(lambda work: leases.renew_session(work, session), confirm=repeat, reserved=True)
+        return self.database.renew(lambda conn: leases.renew_session(self._work(conn), session))
 
     def close_session(self, session: Session) -> int:
         """See the contract."""
@@ -345,7 +402,9 @@ class SqlBroker:
     def reap_expired(self) -> int:
         """See the contract."""
         now = time.monotonic()
-        repair = self._clock is not None or now - self._repaired_at >= REPAIR_EVERY
+        repair = now - self._repaired_at >= REPAIR_EVERY
+        if not repair and not self._anything_lost():
+            return 0
         total = 0
         while True:
             number = self._run(lambda work: leases.reap(work, repair=repair), confirm=repeat)
@@ -357,6 +416,11 @@ class SqlBroker:
         if total:
             self.wake()
         return total
+
+    def _anything_lost(self) -> bool:
+        """A look without a transaction: most rounds have nothing to take back."""
+        parameters = self.sql.time()
+        return self.database.read(lambda conn: conn.execute(self.sql.anything_lost, parameters).first()) is not None
 
     def prune(self, limit: int = 1000) -> int:
         """See the contract."""
@@ -440,6 +504,8 @@ class SqlBroker:
     def close(self) -> None:
         """See the contract."""
         self.wake()
+        if self._listener is not None:
+            self._listener.close()
         self.database.dispose()
 
 

@@ -66,6 +66,7 @@ def replay(work: Work, id: int, payload: bytes | None, *, allow_completed: bool)
         p_lane=LANE_READY,
         p_final=0,
     )
+    work.woken.add(row.queue)
     work.stored(new, row.queue, State.PENDING)
     return new
 
@@ -99,5 +100,6 @@ def prune(work: Work, limit: int) -> int:
         rows += [row for row in more if row.id not in known]
     remove(work, [row.id for row in rows], [row.id for row in rows if row.linked])
     work.run_timed(work.sql.delete_old_sessions, p_age=to_ms(REMEMBER))
+    work.run(work.sql.delete_old_consumers)
     work.run_timed(work.sql.delete_old_quotas, p_age=to_ms(REMEMBER))
     return len(rows)

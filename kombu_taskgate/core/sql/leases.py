@@ -66,6 +66,8 @@ def close_session(work: Work, session: Session) -> int:
     """Give back what the holder holds, and forget it."""
     rows = work.run(work.sql.lock_session_leases, p_id=session.id).all()
     give_back(work, rows)
+    work.run_timed(work.sql.touch_consumed, p_id=session.id)
+    work.run(work.sql.delete_consumers, p_id=session.id)
     work.run(work.sql.delete_session, p_id=session.id)
     return len(rows)
 

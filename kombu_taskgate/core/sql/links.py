@@ -60,6 +60,7 @@ def wake(work: Work, rows: Sequence[Any]) -> None:
     """Blocked rows (id, queue) may run."""
     for part in chunks(rows):
         work.run_timed(work.sql.unblock, p_ids=[row.id for row in part])
+    work.woken.update(row.queue for row in rows)
     work.became(rows, State.BLOCKED, State.PENDING)
 
 

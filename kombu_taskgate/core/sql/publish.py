@@ -100,6 +100,7 @@ def _enqueue_simple(work: Work, tasks: Sequence[NewTask]) -> list[int]:
         for row in work.conn.execute(statement, rows):
             ids.append(row.id)
             work.mark = getattr(row, "mark", None)
+    work.woken.update(task.queue for task in tasks)
     for id, task in zip(ids, tasks, strict=True):
         work.stored(id, task.queue, State.PENDING)
     return ids
@@ -146,6 +147,9 @@ def _enqueue_one(work: Work, task: NewTask) -> int:
         )
         if parents:
             _link(work, id, parents)
+    if state is State.PENDING:
+        # A delayed one too: who sleeps until the next is due may have to wake earlier.
+        work.woken.add(task.queue)
     work.stored(id, task.queue, state)
     return id
 

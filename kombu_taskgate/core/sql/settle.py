@@ -125,6 +125,7 @@ def fail(
         finish(work, [row], State.CANCELED, Reason.CANCELED)
         return State.CANCELED
     work.run_timed(work.sql.retry_later, p_ids=[row.id], p_run_at=retry_at, p_delay=to_ms(delay or 0.0))
+    work.woken.add(row.queue)
     work.changed([row], State.RETRYING)
     return State.RETRYING
 
@@ -147,6 +148,7 @@ def give_back(work: Work, rows: Sequence[Any]) -> None:
         finish(work, marked, State.CANCELED, Reason.CANCELED)
     for part in chunks(plain):
         work.run(work.sql.give_back, p_ids=[row.id for row in part])
+    work.woken.update(row.queue for row in plain)
     work.changed(plain, State.PENDING)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -12,19 +13,39 @@ import sqlalchemy as sa
 from ..clock import to_ms
 from ..database import Database
 from ..errors import ConfigError
+from ..model import Session
 from ..settings import check_name
 from ..statements import Statements
 from ..topology import Binding, Exchange, Queue
 from .work import chunks, repeat
 
+#: Exchanges whose bindings are remembered.
+_MOST = 1000
+#: How long in seconds bindings that were read are recent, and how long when changes are told.
+RECENT, RECENT_WHEN_TOLD = 1.0, 60.0
+
 
 class SqlTopology:
-    """What all processes that use the database agree on."""
+    """What all processes that use the database agree on.
 
-    def __init__(self, database: Database, sql: Statements) -> None:
+    Args:
+        database: where.
+        sql: the statements for its tables.
+        changed: called when bindings have been stored or removed here, after the commit.
+        told: whether this process learns of what others change.
+    """
+
+    def __init__(
+        self, database: Database, sql: Statements, changed: Callable[[], None], told: Callable[[], bool]
+    ) -> None:
         self._database = database
         self._sql = sql
         self._tables = sql.tables
+        self._changed = changed
+        self._told = told
+        self._recent: dict[str, tuple[float, list[Binding]]] = {}
+        #: Counts changes: what was read before one is not recent after it.
+        self._version = 0
 
     def declare_exchange(self, exchange: Exchange) -> Exchange:
         """Store it unless one of that name exists; returns the stored one."""
@@ -56,6 +77,7 @@ class SqlTopology:
         """Remove it and its bindings."""
         e, b = self._tables.exchanges, self._tables.bindings
         self._write(sa.delete(b).where(b.c.exchange == name), sa.delete(e).where(e.c.name == name))
+        self._bindings_changed()
 
     def declare_queue(self, queue: Queue) -> Queue:
         """Store it unless one of that name exists; returns the stored one."""
@@ -91,6 +113,7 @@ class SqlTopology:
         """Remove it and its bindings."""
         q, b = self._tables.queues, self._tables.bindings
         self._write(sa.delete(b).where(b.c.queue == name), sa.delete(q).where(q.c.name == name))
+        self._bindings_changed()
 
     def bind(self, binding: Binding) -> None:
         """Store it unless it exists."""
@@ -108,11 +131,36 @@ class SqlTopology:
         b = self._tables.bindings
         if not self._rows(sa.select(b.c.digest).where(b.c.digest == row["digest"])):
             self._insert(b, row)
+            self._bindings_changed()
 
     def unbind(self, binding: Binding) -> None:
         """Remove it if it exists."""
         b = self._tables.bindings
         self._write(sa.delete(b).where(b.c.digest == _digest(binding)))
+        self._bindings_changed()
+
+    def _bindings_changed(self) -> None:
+        self.forget_bindings()
+        self._changed()
+
+    def forget_bindings(self) -> None:
+        """What was read is not recent any more."""
+        self._version += 1
+        self._recent.clear()
+
+    def recent_bindings(self, exchange: str) -> list[Binding]:
+        """Bindings of one exchange as they were a moment ago: for what is sent often and may be lost."""
+        now = time.monotonic()
+        until, bindings = self._recent.get(exchange, (0.0, []))
+        if now < until:
+            return bindings
+        version = self._version
+        bindings = self.bindings(exchange)
+        if len(self._recent) >= _MOST:
+            self._recent.clear()
+        if version == self._version:
+            self._recent[exchange] = (now + (RECENT_WHEN_TOLD if self._told() else RECENT), bindings)
+        return bindings
 
     def bindings(self, exchange: str | None = None) -> list[Binding]:
         """Bindings of one exchange, or all of them."""
@@ -126,27 +174,40 @@ class SqlTopology:
 
     def touch(self, names: Sequence[str]) -> None:
         """Say that queues are in use now."""
-        q = self._tables.queues
-        statement = sa.update(q).where(q.c.name.in_(sa.bindparam("p_names", expanding=True)))
-        statement = statement.values(touched_at=self._sql.now)
+        self._database.transaction(lambda conn: self._touch(conn, names), confirm=repeat)
+
+    def _touch(self, conn: sa.Connection, names: Sequence[str]) -> None:
+        for part in chunks(sorted(names)):
+            conn.execute(self._sql.touch_queues, self._sql.time(p_names=part))
+
+    def set_consumers(self, session: Session, numbers: Mapping[str, int]) -> None:
+        """Say how many consumers a holder has on queues now."""
 
         def work(conn: sa.Connection) -> None:
-            for part in chunks(sorted(names)):
-                conn.execute(statement, self._sql.time(p_names=part))
+            for queue, number in sorted(numbers.items()):
+                names = {"p_queue": queue, "p_session": session.id}
+                conn.execute(self._sql.drop_consumers, names)
+                if number:
+                    conn.execute(self._sql.add_consumers, {**names, "p_number": number})
+            self._touch(conn, [queue for queue, number in numbers.items() if not number])
 
-        self._database.transaction(work)
+        if numbers:
+            self._database.transaction(work, confirm=repeat)
+
+    def consumers(self, queue: str, but: Collection[int] = ()) -> int:
+        """How many consumers of living holders a queue has, but for these sessions' ids."""
+        parameters = self._sql.time(p_queue=queue, p_but=sorted(but))
+        return int(self._database.read(lambda conn: conn.execute(self._sql.count_consumers, parameters).scalar_one()))
 
     def unused(self) -> list[str]:
         """Names of queues whose time without use has passed."""
-        q = self._tables.queues
-        query = sa.select(q.c.name).where(q.c.expires_ms.is_not(None), q.c.touched_at + q.c.expires_ms < self._sql.now)
-        return [row.name for row in self._rows(query.order_by(q.c.name), timed=True)]
+        parameters = self._sql.time()
+        return list(self._database.read(lambda conn: conn.execute(self._sql.unused_queues, parameters).scalars().all()))
 
     # -- helpers -----------------------------------------------------------------------------------
 
-    def _rows(self, query: sa.Select[Any], *, timed: bool = False) -> Sequence[sa.Row[Any]]:
-        parameters = self._sql.time() if timed else {}
-        return self._database.read(lambda conn: conn.execute(query, parameters).all())
+    def _rows(self, query: sa.Select[Any]) -> Sequence[sa.Row[Any]]:
+        return self._database.read(lambda conn: conn.execute(query).all())
 
     def _write(self, *statements: sa.Executable) -> None:
         def work(conn: sa.Connection) -> None:

@@ -30,9 +30,9 @@ def repeat(conn: sa.Connection, result: object) -> bool:
 
 
 class Work:
-    """One transaction: its connection, the statements, and the state changes to announce after commit."""
+    """One transaction: its connection, the statements, what to announce after commit, who has work."""
 
-    __slots__ = ("announce", "changes", "conn", "mark", "settings", "sql")
+    __slots__ = ("announce", "changes", "conn", "mark", "settings", "sql", "woken")
 
     def __init__(self, conn: sa.Connection, sql: Statements, settings: BrokerSettings, *, announce: bool) -> None:
         self.announce = announce
@@ -42,6 +42,8 @@ class Work:
         self.changes: list[StateChange] = []
         #: Names the transaction where the database can say afterwards what became of it.
         self.mark: int | None = None
+        #: Queues that have got work which somebody may wait for.
+        self.woken: set[str] = set()
 
     def run(self, statement: sa.Executable, **parameters: Any) -> sa.CursorResult[Any]:
         """Run a statement that does not ask for the time."""

@@ -154,3 +154,50 @@ class TopologyCases(Cases):
         assert sorted(topology.unused()) == ["long", "short"]
         topology.delete_queue("short")
         assert topology.unused() == ["long"]
+
+    def test_consumers_keep_a_queue_in_use(self, broker: Broker, clock: FakeClock) -> None:
+        """A queue with consumers is unused only when their session has been over for its time."""
+        topology = broker.topology
+        topology.declare_queue(Queue("q", expires=10))
+        one, two = broker.open_session("one", 60), broker.open_session("two", 30)
+        topology.set_consumers(one, {"q": 2, "other": 1})
+        topology.set_consumers(two, {"q": 1})
+        assert [topology.consumers("q"), topology.consumers("other"), topology.consumers("no")] == [3, 1, 0]
+        assert topology.consumers("q", [one.id]) == 1
+        topology.set_consumers(two, {"q": 4})
+        assert topology.consumers("q") == 6
+        clock.advance(31)
+        assert (topology.consumers("q"), topology.unused()) == (2, [])
+        clock.advance(38)
+        assert (topology.consumers("q"), topology.unused()) == (0, [])
+        clock.advance(2)
+        assert topology.unused() == ["q"]
+        broker.renew_session(one)
+        assert (topology.consumers("q"), topology.unused()) == (2, [])
+
+    def test_the_end_of_a_consumer_is_the_last_use(self, broker: Broker, clock: FakeClock) -> None:
+        """The time of a queue runs from when its consumers were canceled, or their session was closed."""
+        topology = broker.topology
+        for name in ("canceled", "closed"):
+            topology.declare_queue(Queue(name, expires=10))
+        session = broker.open_session("one", 60)
+        topology.set_consumers(session, {"canceled": 1, "closed": 1})
+        clock.advance(50)
+        topology.set_consumers(session, {"canceled": 0})
+        broker.close_session(session)
+        assert topology.consumers("closed") == 0
+        clock.advance(9)
+        assert topology.unused() == []
+        clock.advance(2)
+        assert topology.unused() == ["canceled", "closed"]
+
+    def test_consumers_of_forgotten_sessions_are_forgotten(self, broker: Broker, clock: FakeClock) -> None:
+        """Pruning leaves no trace of holders that died long ago, and a queue's last use does not move."""
+        topology = broker.topology
+        topology.declare_queue(Queue("q", expires=10 * 86400.0))
+        topology.set_consumers(broker.open_session("one", 60), {"q": 1})
+        clock.advance(2 * 86400)
+        broker.prune()
+        assert (topology.consumers("q"), topology.unused()) == (0, [])
+        clock.advance(9 * 86400)
+        assert topology.unused() == ["q"]
