@@ -15,9 +15,10 @@ from kombu_taskgate.core.factory import open_broker
 from kombu_taskgate.core.memory import MemoryBroker
 from kombu_taskgate.core.migrations import drop
 from kombu_taskgate.core.settings import BrokerSettings
+from tests import services
 
 from .harness import Lab
-from .servers import PrivateMariaDB, PrivatePostgres, PrivateServer
+from .servers import PrivateMariaDB, PrivatePgBouncer, PrivatePostgres, PrivateServer
 
 MakeLab = Callable[..., Lab]
 
@@ -81,5 +82,16 @@ def private_server(request: pytest.FixtureRequest) -> Iterator[PrivateServer]:
     """A server that the test may restart."""
     request.getfixturevalue(f"{request.param}_url")  # skips, or fails in CI, where there is none of the kind
     server: PrivateServer = PrivatePostgres() if request.param == "postgresql" else PrivateMariaDB()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def pgbouncer(postgresql_url: str) -> Iterator[PrivatePgBouncer]:
+    """A proxy that pools transactions, with five connections, before the tests' PostgreSQL."""
+    with services.skip_if_missing():
+        if not PrivatePgBouncer.available():
+            raise services.ServiceMissing("pgbouncer is not installed: install the package of that name")
+        server = PrivatePgBouncer(postgresql_url)
     yield server
     server.close()

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pymysql
+import sqlalchemy as sa
 
 
 def free_port() -> int:
@@ -180,3 +181,50 @@ class PrivateMariaDB(PrivateServer):
         except pymysql.err.OperationalError:
             return False
         return True
+
+
+class PrivatePgBouncer(PrivateServer):
+    """A proxy before a PostgreSQL server that hands its few connections from transaction to transaction."""
+
+    users = ("postgres", "nobody")
+
+    def __init__(self, url: str, connections: int = 5) -> None:
+        super().__init__()
+        self._server = sa.make_url(url)
+        self._database = str(self._server.database)
+        host = self._server.host or "127.0.0.1"
+        (self.folder / "pgbouncer.ini").write_text(
+            f"""
+[databases]
+{self._database} = host={host} port={self._server.port or 5432} user={self._server.username}
+[pgbouncer]
+listen_addr = 127.0.0.1
+listen_port = {self.port}
+unix_socket_dir =
+auth_type = any
+pool_mode = transaction
+default_pool_size = {connections}
+max_client_conn = 500
+ignore_startup_parameters = extra_float_digits
+""",
+            encoding="utf-8",
+        )
+        self.start()
+
+    @staticmethod
+    def available() -> bool:
+        return _pgbouncer() is not None
+
+    @property
+    def url(self) -> str:
+        return self._server.set(host="127.0.0.1", port=self.port).render_as_string(hide_password=False)
+
+    def start(self) -> None:
+        self.launch(str(_pgbouncer()), "pgbouncer.ini")
+
+    def answers(self) -> bool:
+        return _postgres_answers(self.url)
+
+
+def _pgbouncer() -> str | None:
+    return shutil.which("pgbouncer") or shutil.which("pgbouncer", path="/usr/sbin:/sbin")
