@@ -172,8 +172,11 @@ class Broker(Protocol):
     def open_session(self, owner: str, ttl: float) -> Session:
         """Register a holder of leases that lives ``ttl`` seconds at a time."""
 
-    def renew_session(self, session: Session) -> Renewal:
-        """Extend the session by its ttl from now (also after it ran out) and tell which leases it holds."""
+    def renew_session(self, session: Session, *, look: bool = True) -> Renewal:
+        """Extend the session by its ttl from now (also after it ran out) and tell which leases it holds.
+
+        ``look=False``: who holds nothing need not know; the answer is empty.
+        """
 
     def close_session(self, session: Session) -> int:
         """End the session; what it still holds is requeued (as delivered). Returns how many. Idempotent."""

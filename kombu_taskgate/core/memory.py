@@ -435,9 +435,11 @@ class MemoryBroker:
             self._store.sessions[session.id] = self._now() + to_ms(ttl)
             return session
 
-    def renew_session(self, session: Session) -> Renewal:
+    def renew_session(self, session: Session, *, look: bool = True) -> Renewal:
         with self._transaction():
             self._store.sessions[session.id] = self._now() + to_ms(session.ttl)
+            if not look:
+                return Renewal()
             held = [row for row in self._rows() if row.session == session.id]
             return Renewal({row.id: row.token for row in held}, {row.id for row in held if row.cancel_requested})
 

@@ -107,7 +107,7 @@ class Connection:
                     f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}",
                     self._readiness(),
                     upkeep=self._keep_queues,
-                    sweep=lambda: declared.sweep(self.broker),
+                    sweep=declared.Sweeper(self.broker).sweep,
                 )
                 with kombu_errors():
                     engine.start()

@@ -25,6 +25,8 @@ logger = logging.getLogger("kombu_taskgate.transport")
 AUTO_DELETE_EXPIRES = 3600.0
 #: Longest pause between two looks whether the queues consumed here are still there.
 LONGEST = 60.0
+#: Rounds of the reaper from one look for unused queues to the next.
+SWEEP_EVERY = 3
 
 
 @dataclass(slots=True)
@@ -145,8 +147,22 @@ def delete_queue(broker: Broker, name: str) -> int:
     return number
 
 
-def sweep(broker: Broker) -> None:
-    """Delete the queues that nobody has used for as long as they may be unused."""
-    for name in broker.topology.unused():
-        number = delete_queue(broker, name)
-        logger.info("deleted queue %r, which nobody has used for its time, and %d messages in it", name, number)
+class Sweeper:
+    """Deletes the queues that nobody has used for as long as they may be unused.
+
+    Args:
+        broker: where.
+    """
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._rounds = 0
+
+    def sweep(self) -> None:
+        """Look, in every third round of the reaper."""
+        self._rounds += 1
+        if self._rounds % SWEEP_EVERY:
+            return
+        for name in self._broker.topology.unused():
+            number = delete_queue(self._broker, name)
+            logger.info("deleted queue %r, which nobody has used for its time, and %d messages in it", name, number)

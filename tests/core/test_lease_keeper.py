@@ -31,11 +31,11 @@ class Flaky(MemoryBroker):
     down = False
     renewals = 0
 
-    def renew_session(self, session: Session) -> Renewal:
+    def renew_session(self, session: Session, *, look: bool = True) -> Renewal:
         if self.down:
             raise StoreUnavailable("down")
         self.renewals += 1
-        return super().renew_session(session)
+        return super().renew_session(session, look=look)
 
 
 @pytest.fixture

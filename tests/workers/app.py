@@ -76,6 +76,15 @@ def flaky(self: Task, failures: int, countdown: float = 0.1) -> None:
 
 
 @app.task(bind=True)
+def spawn(self: Task, number: int = 1) -> None:
+    """Publish more work."""
+    note("start", self)
+    for _ in range(number):
+        work.delay(tag=self.request.id)
+    note("end", self)
+
+
+@app.task(bind=True)
 def kill_self(self: Task) -> None:
     """Die without a word, as under the kernel's out-of-memory killer."""
     note("start", self)

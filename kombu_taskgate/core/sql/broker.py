@@ -389,9 +389,9 @@ class SqlBroker:
         """See the contract."""
         return self._run(lambda work: leases.open_session(work, storable(owner), ttl), confirm=repeat, reserved=True)
 
-    def renew_session(self, session: Session) -> Renewal:
+    def renew_session(self, session: Session, *, look: bool = True) -> Renewal:
         """See the contract."""
-        return self.database.renew(lambda conn: leases.renew_session(self._work(conn), session))
+        return self.database.renew(lambda conn: leases.renew_session(self._work(conn), session, look=look))
 
     def close_session(self, session: Session) -> int:
         """See the contract."""

@@ -50,11 +50,13 @@ def _insert(work: Work, session: Session) -> None:
     work.run_timed(work.sql.insert_session, id=session.id, owner=session.owner[:255], p_ttl=to_ms(session.ttl))
 
 
-def renew_session(work: Work, session: Session) -> Renewal:
+def renew_session(work: Work, session: Session, *, look: bool) -> Renewal:
     """Extend a holder's leases. Its row may have been removed since, if it slept for days."""
     if not work.run_timed(work.sql.renew_session, p_id=session.id, p_ttl=to_ms(session.ttl)).rowcount:
         _insert(work, session)
     renewal = Renewal()
+    if not look:
+        return renewal
     for row in work.run(work.sql.session_leases, p_id=session.id):
         renewal.held[row.id] = row.token
         if row.cancel_mark:
