@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -48,6 +49,7 @@ class Declared:
         self._queues: dict[str, _Declared] = {}
         #: How many consumers of which queue the shared tables have for us.
         self._noted: dict[str, int] = {}
+        self._kept_at = 0.0
 
     def after_fork(self) -> None:
         """In the child: the lock may have been held by a thread that is not here."""
@@ -100,6 +102,11 @@ class Declared:
             StoreUnavailable: the database does not answer.
         """
         topology = self._broker.topology
+        now = time.monotonic()
+        if now - self._kept_at > 2 * max(LONGEST, session.ttl):
+            # So long a sleep that even the session's row may have been removed, and what was noted under it.
+            self._noted = {}
+        self._kept_at = now
         ended = dict.fromkeys((name for name in self._noted if name not in consumed), 0)
         changed = {name: number for name, number in consumed.items() if self._noted.get(name) != number}
         topology.set_consumers(session, {**ended, **changed})
