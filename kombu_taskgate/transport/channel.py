@@ -65,11 +65,11 @@ class Channel(StdChannel):
         return self.connection
 
     def _consuming(self) -> DeliveryEngine:
+        engine = self._open().consuming()
         if self._engine is None:
-            engine = self._open().consuming()
             engine.add_window(self._window)
             self._engine = engine
-        return self._engine
+        return engine
 
     def _settle_first(self) -> None:
         """Write what the connection has settled before asking for something that it changes."""

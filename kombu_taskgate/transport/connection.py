@@ -99,7 +99,10 @@ class Connection:
         with self._lock:
             if not self.connected:
                 raise RecoverableConnectionError("the connection to the broker is closed")
-            if self._engine is None:
+            if self._engine is not None:
+                with kombu_errors():
+                    self._engine.start()
+            else:
                 engine = DeliveryEngine(
                     self.broker,
                     self.settings,

@@ -49,6 +49,7 @@ class Declared:
         self._queues: dict[str, _Declared] = {}
         #: How many consumers of which queue the shared tables have for us.
         self._noted: dict[str, int] = {}
+        self._session = 0
         self._kept_at = 0.0
 
     def after_fork(self) -> None:
@@ -103,9 +104,9 @@ class Declared:
         """
         topology = self._broker.topology
         now = time.monotonic()
-        if now - self._kept_at > 2 * max(LONGEST, session.ttl):
-            # So long a sleep that even the session's row may have been removed, and what was noted under it.
-            self._noted = {}
+        if session.id != self._session or now - self._kept_at > 2 * max(LONGEST, session.ttl):
+            # Nothing is noted under a new session; and after a long sleep perhaps nothing under the old one either.
+            self._noted, self._session = {}, session.id
         self._kept_at = now
         ended = dict.fromkeys((name for name in self._noted if name not in consumed), 0)
         changed = {name: number for name, number in consumed.items() if self._noted.get(name) != number}

@@ -11,6 +11,9 @@ A turn is due when half the window can be filled or half of it has been acknowle
 or a free place is ``ack_delay`` old, but not before the database has had as much rest as the last turn took; at
 once when the consumer has nothing left to do. So a fast consumer is served in batches, and a slow one does not
 wait for a batch to come together.
+
+An engine that is not used any more rests: a web process that has asked its workers for a sign of life once keeps no
+threads, no connections and no session for it.
 """
 
 from __future__ import annotations
@@ -53,6 +56,8 @@ MIN_PAUSE, MAX_PAUSE = 0.1, 2.0
 LAST_TRY = 5.0
 #: Seconds after which a retired engine has the garbage collector look once for messages that nobody has.
 COLLECT_AFTER = 2.0
+#: Seconds without a consumer and without anything to settle after which an engine rests, until it is used again.
+REST_AFTER = 30.0
 #: How often things are looked at that tell nobody when they change.
 LOOK = 0.25
 
@@ -148,6 +153,9 @@ class DeliveryEngine:
         self._arrived = threading.Condition(self._lock)
         # Held during a turn, and by whoever does the pump's work in its place.
         self._turn_lock = threading.Lock()
+        # Held while the threads are started, and while they end because nobody uses the engine.
+        self._life_lock = threading.Lock()
+        self._unused_since: float | None = None
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._retired: Callable[[], None] | None = None
@@ -174,16 +182,41 @@ class DeliveryEngine:
     # -- life --------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the threads.
+        """Start the threads, unless they run.
 
         Raises:
             StoreUnavailable: the database does not answer.
         """
-        self._keeper.start()
-        self._reaper.start()
-        self._watch = self.broker.watch(self._told)
-        self._thread = threading.Thread(target=self._pump, name="taskgate-pump", daemon=True)
-        self._thread.start()
+        with self._life_lock:
+            self._unused_since = None
+            if self._thread is not None or self._stopping:
+                return
+            self._keeper.start()
+            self._reaper.start()
+            self._watch = self.broker.watch(self._told)
+            self._thread = threading.Thread(target=self._pump, name="taskgate-pump", daemon=True)
+            self._thread.start()
+
+    def _rest(self) -> bool:
+        """In the pump: end the threads if the engine has not been used for long; returns whether that was so."""
+        with self._life_lock:
+            with self._lock:
+                now = time.monotonic()
+                if self._in_use():
+                    self._unused_since = None
+                elif self._unused_since is None:
+                    self._unused_since = now
+                if self._unused_since is None or now < self._unused_since + REST_AFTER:
+                    return False
+                self._thread = None
+            self._watch.close()
+            self._keeper.stop()
+            self._reaper.stop()
+            return True
+
+    def _in_use(self) -> bool:
+        consumed = any(window.consumers for window in self._windows)
+        return consumed or not self._idle() or bool(self._pending) or self._retired is not None or self._stopping
 
     def stop(self) -> None:
         """Stop claiming, write the settlements that wait, give everything else back, stop the threads. Idempotent."""
@@ -209,7 +242,7 @@ class DeliveryEngine:
 
         For a connection that was given up while its process lives on: tasks that are running will be
         acknowledged. A message that nobody has any more goes back. ``done`` is called at the end, from the
-        pump's thread.
+        pump's thread; at once when the engine rests.
         """
         with self._lock:
             if self._stopping or self._retired is not None:
@@ -219,8 +252,11 @@ class DeliveryEngine:
             for window in self._windows:
                 window.consumers.clear()
                 self._add(window.take_buffered(), Action.RETURN)
+            resting = self._thread is None
             self._work.notify_all()
             self._arrived.notify_all()
+        if resting:
+            done()
 
     def after_fork(self) -> None:
         """In the child: everything here is the parent's; forget it without settling anything."""
@@ -497,6 +533,8 @@ class DeliveryEngine:
             due = min(due, self._look_at)
         else:
             due = min(due, self._upkeep_at)
+            if self._unused_since is not None:
+                due = min(due, self._unused_since + REST_AFTER)
             if any(window.consumers for window in self._windows):
                 due = min(due, max(self._poll_at, rested, self._room_due(now)))
         return max(due, self._retry_at)
@@ -549,6 +587,8 @@ class DeliveryEngine:
                 self._went_well()
             if self._retired is not None and self._let_go():
                 self._retired()
+                return
+            if self._rest():
                 return
 
     def _turn(self) -> None:

@@ -655,3 +655,48 @@ def test_a_queue_somebody_else_declared_is_kept_too(connect):
         while time.monotonic() < deadline:
             assert other.connection.broker.topology.queue("theirs") is not None
             time.sleep(0.05)
+
+
+# -- resting ---------------------------------------------------------------------------------------
+
+
+def threads_of_engines() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("taskgate-")]
+
+
+def test_an_engine_that_nobody_uses_rests_and_works_again(connect, monkeypatch):
+    monkeypatch.setattr("kombu_taskgate.transport.engine.REST_AFTER", 0.2)
+    connection = connect()
+    publish(connection, "q", 1)
+    channel = connection.channel()
+    with consuming(connection, "q", channel=channel) as taken:
+        drain(connection, taken, 1)
+        wait_until(lambda: threads_of_engines() != [], "it runs")
+    time.sleep(0.5)
+    assert threads_of_engines() != [], "there still is something to settle"
+    taken[0].ack()
+    wait_until(lambda: threads_of_engines() == [], "it rests")
+    assert size(connection, "q") == 0
+    assert connection.connection.broker.list() == []
+    publish(connection, "q", 2, 3)
+    with consuming(connection, "q", channel=channel) as taken:
+        drain(connection, taken, 2)
+        for message in taken:
+            message.ack()
+        wait_until(lambda: connection.connection.consumers_of("q") == 1, "it is counted again")
+    wait_until(lambda: threads_of_engines() == [], "it rests again")
+    publish(connection, "q", 4)
+    assert get(connection, "q") == 4
+    wait_until(lambda: threads_of_engines() == [], "and again")
+    assert connection.connection.broker.list() == []
+
+
+def test_a_resting_engine_ends_with_its_connection(connect_memory, monkeypatch):
+    monkeypatch.setattr("kombu_taskgate.transport.engine.REST_AFTER", 0.1)
+    for end in ("collect", "close"):
+        connection = connect_memory()
+        assert get(connection, "q") is None
+        wait_until(lambda: threads_of_engines() == [], "it rests")
+        engine = connection.connection.engine
+        getattr(connection, end)()
+        assert engine._stopping
