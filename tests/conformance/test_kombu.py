@@ -26,6 +26,7 @@ else:
     import tomli as tomllib  # pytest brings it
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 #: Those of kombu 5.4.0, the oldest supported: a run that has lost one of them proves nothing.
 CLASSES = {
     "BasicFunctionality",
@@ -64,7 +65,7 @@ def test_kombus_own_integration_tests(unpack_sdist, sql_store_name, sql_store_ur
     results = tmp_path / "results.xml"
     environment = {
         **os.environ,
-        "PYTHONPATH": str(unpack_sdist("kombu", "t/integration")),
+        "PYTHONPATH": os.pathsep.join([str(unpack_sdist("kombu", "t/integration")), str(ROOT)]),
         "CONFORMANCE_URL": f"taskgate+{sql_store_url}",
         "CONFORMANCE_DEAD_URL": f"taskgate+{dead_url}",
         "CONFORMANCE_OPTIONS": json.dumps(store.settings),
