@@ -37,22 +37,25 @@ def own_database_url(sql_store_name: str, sql_store_url: str) -> Iterator[str]:
         return
     url = sa.make_url(sql_store_url)
     name = f"taskgate_{uuid.uuid4().hex[:12]}"
-    _execute(url, f"CREATE DATABASE {name}")
+    execute = _on_mysql if sql_store_name == "mysql" else _on_postgresql
+    execute(url, f"CREATE DATABASE {name}")
     try:
         yield url.set(database=name).render_as_string(hide_password=False)
     finally:
-        _execute(url, f"DROP DATABASE {name}")
+        execute(url, f"DROP DATABASE {name}")
 
 
-def _execute(url: sa.URL, statement: str) -> None:
-    """Run one statement outside a transaction."""
-    if url.get_backend_name() == "mysql":
-        mysql = pymysql.connect(
-            host=url.host, port=url.port or 3306, user=url.username, password=url.password or "", autocommit=True
-        )
-        with mysql, mysql.cursor() as cursor:
-            cursor.execute(statement)
-        return
+def _on_mysql(url: sa.URL, statement: str) -> None:
+    with pymysql.connect(
+        host=url.host, port=url.port or 3306, user=url.username, password=url.password or "", autocommit=True
+    ) as connection:
+        connection.cursor().execute(statement)
+
+
+def _on_postgresql(url: sa.URL, statement: str) -> None:
     plain = url.set(drivername="postgresql").render_as_string(hide_password=False)
-    with psycopg.connect(plain, autocommit=True) as postgresql:
-        postgresql.execute(statement)
+    with psycopg.connect(plain, autocommit=True) as connection:
+        # A worker that was killed may have left sessions behind, and those keep a database from being dropped.
+        left = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s"
+        connection.execute(left, [statement.rpartition(" ")[2]])
+        connection.execute(statement)
