@@ -79,7 +79,8 @@ class Broker(Protocol):
         Each claim gets a new lease token, a lease of the queue's lease_ttl, and one more delivery. Claimed
         under a ``session``, the lease also lives while the session is renewed.
         Expired executions met on the way become ``canceled`` (reason ``expired``); those already delivered
-        ``max_deliveries`` times become ``failed`` (reason ``max_deliveries``).
+        ``max_deliveries`` times become ``failed`` (reason ``max_deliveries``). A delivery that ended in a business
+        failure or a throttling is not among these: those have caps of their own.
 
         Raises:
             ConfigError: no queues, or limit < 1.
@@ -125,15 +126,18 @@ class Broker(Protocol):
         reason: Reason | None = None,
         detail: str | None = None,
     ) -> State:
-        """Give back as not done; returns the new state (``retrying`` or ``failed``).
+        """Give back as not done; returns the new state.
 
         Business: attempts+1; more than ``max_retry`` → ``failed``, else ``retrying`` at ``retry_at`` (ms) or
         after ``delay`` (s). Throttled: throttled+1, attempts untouched; at ``throttled_max`` → ``failed``.
-        Skip: ``failed``. Entering ``failed`` cancels fail-fast children, chain-wise; the others see a parent
-        that has ended. ``reason`` defaults to the kind's (skip: rejected). What would be ``retrying`` but is
+        Skip: ``failed``. Lost: what ``reap_expired`` does with a lease that has run out, at once: canceled-marked →
+        ``canceled``, else lease_lost+1 → ``failed`` at ``lease_lost_max``, or ``pending`` where it stood; it takes no
+        time. Entering ``failed`` cancels fail-fast children, chain-wise; the others see a parent that has ended.
+        ``reason`` defaults to the kind's (skip: rejected, lost: lease_lost). What would be ``retrying`` but is
         canceled-marked becomes ``canceled``.
 
         Raises:
+            ConfigError: a time is given for a kind that does not wait.
             LeaseLost: the token is not current.
         """
 

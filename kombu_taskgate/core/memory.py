@@ -318,9 +318,9 @@ class MemoryBroker:
                 # More of the same kind are likely behind them.
                 for row in [row for row in ready if _expired(row, now)]:
                     self._end(row, State.CANCELED, changes, Reason.EXPIRED)
-            worn = [r for r in met if r.state in _READY and r.deliveries >= self.settings.max_deliveries]
+            worn = [r for r in met if r.state in _READY and _unsettled(r) >= self.settings.max_deliveries]
             for row in worn:
-                detail = f"delivered {row.deliveries} times without being settled"
+                detail = f"delivered {_unsettled(row)} times without being settled"
                 self._end(row, State.FAILED, changes, Reason.MAX_DELIVERIES, detail)
             good = [row for row in met if row.state in _READY]
             for row in good:
@@ -365,8 +365,12 @@ class MemoryBroker:
     ) -> State:
         if retry_at is not None and delay is not None:
             raise ConfigError("retry_at and delay exclude each other: give one of them")
+        if kind is FailKind.LOST and (retry_at is not None or delay is not None):
+            raise ConfigError("what was lost is ready at once: give neither retry_at nor delay")
         with self._transaction() as changes:
             row = self._held(lease)
+            if kind is FailKind.LOST:
+                return self._lose(row, changes, reason, detail)
             if kind is FailKind.BUSINESS:
                 row.attempts += 1
                 over = row.attempts > row.max_retry
@@ -457,16 +461,21 @@ class MemoryBroker:
             now = self._now()
             gone = [row for row in self._rows() if row.lease_until is not None and self._valid_until(row) < now]
             for row in gone:
-                if row.cancel_requested:
-                    self._end(row, State.CANCELED, changes, Reason.CANCELED)
-                    continue
-                row.lease_lost += 1
-                if row.lease_lost >= self.settings.lease_lost_max:
-                    detail = f"{row.lease_lost} workers lost their lease on it"
-                    self._end(row, State.FAILED, changes, Reason.LEASE_LOST, detail)
-                else:
-                    self._move(row, State.PENDING, changes)
+                self._lose(row, changes)
             return len(gone)
+
+    def _lose(self, row: _Row, changes: Changes, reason: Reason | None = None, detail: str | None = None) -> State:
+        """Take it from a holder that is gone."""
+        if row.cancel_requested:
+            self._end(row, State.CANCELED, changes, Reason.CANCELED)
+            return row.state
+        row.lease_lost += 1
+        if row.lease_lost >= self.settings.lease_lost_max:
+            usual = f"{row.lease_lost} workers lost their lease on it"
+            self._end(row, State.FAILED, changes, reason or Reason.LEASE_LOST, detail or usual)
+        else:
+            self._move(row, State.PENDING, changes)
+        return row.state
 
     def _valid_until(self, row: _Row) -> int:
         session_until = 0 if row.session is None else self._store.sessions.get(row.session, 0)
@@ -859,6 +868,11 @@ def _check_times(instant: int | None, seconds: float | None) -> None:
     """Refuse what no calendar holds. Written so that it refuses NaN too."""
     if not -_FAR <= (instant or 0) <= _FAR or not abs(seconds or 0) * 1000 <= _FAR:
         raise ConfigError(f"times must be within 10,000 years: {instant!r} ms, {seconds!r} s")
+
+
+def _unsettled(row: _Row) -> int:
+    """Deliveries that nobody told the end of; business failures and throttlings have caps of their own."""
+    return row.deliveries - row.attempts - row.throttled
 
 
 def _expired(row: Task, now: int) -> bool:

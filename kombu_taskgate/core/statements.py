@@ -199,7 +199,7 @@ class Statements:
         t = self._t
         return [
             t.id, t.token, t.queue, t.payload, t.type, t.task_id, t.rank_, t.run_at, t.created_at, t.deliveries,
-            t.attempts, t.lease_lost, t.expires_at, t.linked, t.state, self.now.label("now"),
+            t.attempts, t.throttled, t.lease_lost, t.expires_at, t.linked, t.state, self.now.label("now"),
         ]  # fmt: skip
 
     def _ready(self, *columns: sa.ColumnElement[Any]) -> sa.Select[Any]:
@@ -297,6 +297,7 @@ class Statements:
             t.attempts,
             t.max_retry,
             t.throttled,
+            t.lease_lost,
         )
         return self._locking(query.where(*self._held()).order_by(t.id), skip=False)
 

@@ -132,6 +132,7 @@ WAYS: dict[str, Callable[[Broker, Lease, int], Any]] = {
     "requeue unseen": lambda broker, lease, now: broker.requeue(lease, delivered=False),
     "skip": lambda broker, lease, now: broker.fail(lease, FailKind.SKIP, reason=Reason.UNDECODABLE, detail="why"),
     "throttle": lambda broker, lease, now: broker.fail(lease, FailKind.THROTTLED, delay=2.0),
+    "lose": lambda broker, lease, now: broker.fail(lease, FailKind.LOST, detail="killed"),
 }
 
 

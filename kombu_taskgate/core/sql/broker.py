@@ -336,6 +336,8 @@ class SqlBroker:
         """See the contract."""
         if retry_at is not None and delay is not None:
             raise ConfigError("give retry_at or delay, not both")
+        if kind is FailKind.LOST and (retry_at is not None or delay is not None):
+            raise ConfigError("what was lost is ready at once: give neither retry_at nor delay")
         publish.check_times(retry_at, delay)
         if detail is not None:
             detail = storable(detail)[: self._max_payload]

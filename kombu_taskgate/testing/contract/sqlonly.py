@@ -47,6 +47,7 @@ WRITES: dict[str, Call] = {
     "business": lambda broker, lease, id: broker.fail(lease, FailKind.BUSINESS, delay=60),
     "throttled": lambda broker, lease, id: broker.fail(lease, FailKind.THROTTLED, delay=60),
     "skip": lambda broker, lease, id: broker.fail(lease, FailKind.SKIP),
+    "lost": lambda broker, lease, id: broker.fail(lease, FailKind.LOST),
     "requeue": lambda broker, lease, id: broker.requeue(lease),
     "requeue_many": lambda broker, lease, id: broker.requeue_many([lease], delivered=False),
     "finish_canceled": lambda broker, lease, id: broker.finish_canceled(lease),
