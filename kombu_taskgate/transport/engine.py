@@ -60,6 +60,8 @@ COLLECT_AFTER = 2.0
 REST_AFTER = 30.0
 #: How often things are looked at that tell nobody when they change.
 LOOK = 0.25
+#: The same of a consumer that can't start anything at the moment; it costs the database nothing.
+LOOK_FOR_ROOM = 0.05
 
 
 @dataclass(slots=True)
@@ -338,6 +340,12 @@ class DeliveryEngine:
             self._work.notify()
             self._announce()
 
+    def set_limit(self, window: Window, can_start: Callable[[], int] | None) -> None:
+        """Claim no more than the consumer can start now."""
+        with self._lock:
+            window.can_start = can_start
+            self._work.notify()
+
     def set_flow(self, window: Window, active: bool) -> None:
         """Stop or go on delivering."""
         with self._lock:
@@ -345,11 +353,13 @@ class DeliveryEngine:
             self._work.notify()
             self._announce()
 
-    def settle(self, window: Window, tag: int, action: Action, *, multiple: bool = False) -> None:
+    def settle(
+        self, window: Window, tag: int, action: Action, *, multiple: bool = False, detail: str | None = None
+    ) -> None:
         """Settle deliveries by tag. From any thread; does not wait for the database. Unknown tags are ignored."""
         with self._lock:
             room = window.free(no_ack=False)
-            self._add(window.take(tag, multiple=multiple), action)
+            self._add(window.take(tag, multiple=multiple), action, detail)
             self._room_changed(window, room)
 
     def recover(self, window: Window) -> None:
@@ -545,8 +555,11 @@ class DeliveryEngine:
             for no_ack in {consumer.no_ack for consumer in window.consumers.values()}:
                 free = window.free(no_ack=no_ack)
                 if free > 0 and window.flow:
-                    enough = free * 2 >= window.size(no_ack=no_ack)
+                    # Where the consumer could start something now, it waits for nothing else.
+                    enough = window.curbed or free * 2 >= window.size(no_ack=no_ack)
                     due = min(due, now if enough else window.room_since + self._options.ack_delay)
+                elif window.curbed:
+                    due = min(due, now + LOOK_FOR_ROOM)
         return due
 
     def _intakes(self) -> list[_Intake]:

@@ -69,6 +69,11 @@ class Window:
         self.prefetch_count = 0
         #: Whether the consumer wants messages (``channel.flow``).
         self.flow = True
+        #: How many more messages the consumer could work on now, if somebody knows; see :meth:`free`.
+        self.can_start: Callable[[], int] | None = None
+        #: Deliveries whose callback has not returned: the consumer may not have counted them yet. Only the thread
+        #: that drains writes it.
+        self.in_hand = 0
         self.consumers: dict[str, Consumer] = {}
         #: When room came up that nobody has filled yet (monotonic seconds).
         self.room_since = 0.0
@@ -89,10 +94,17 @@ class Window:
         """How many places are free; negative when the window has been made smaller."""
         if no_ack:
             return UNLIMITED - self._buffered_no_ack
-        taken = len(self._buffer) - self._buffered_no_ack
-        if self.prefetch_count:
-            taken += self._counted
-        return self.size(no_ack=False) - taken
+        buffered = len(self._buffer) - self._buffered_no_ack
+        taken = buffered + (self._counted if self.prefetch_count else 0)
+        free = self.size(no_ack=False) - taken
+        if self.can_start is not None and free > 0:
+            free = min(free, self.can_start() - buffered - self.in_hand)
+        return free
+
+    @property
+    def curbed(self) -> bool:
+        """Whether room may come up without a settlement: nobody tells when a consumer could start more."""
+        return self.can_start is not None
 
     @property
     def outstanding(self) -> int:
@@ -128,6 +140,7 @@ class Window:
                 del self._buffer[place]
                 self._buffered_no_ack -= delivery.no_ack
                 self.hand_out(delivery)
+                self.in_hand += 1
                 return delivery
         return None
 

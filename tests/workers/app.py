@@ -9,10 +9,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 
 from celery import Celery, Task
+from celery.exceptions import Reject
 from celery.signals import worker_process_init
+
+from tests.workers.requests import OwnTask
 
 app = Celery("taskgate-tests")
 app.conf.update(
@@ -66,6 +70,12 @@ def hold_until(self: Task, path: str) -> None:
     note("end", self)
 
 
+@app.task(bind=True, base=OwnTask)
+def hold_own(self: Task, path: str) -> None:
+    """The same, with a request class of the app's own."""
+    hold_until.run.__func__(self, path)
+
+
 @app.task(bind=True, max_retries=5)
 def flaky(self: Task, failures: int, countdown: float = 0.1) -> None:
     """Fail a few times first."""
@@ -89,6 +99,35 @@ def kill_self(self: Task) -> None:
     """Die without a word, as under the kernel's out-of-memory killer."""
     note("start", self)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+@app.task(bind=True)
+def kill_once(self: Task) -> None:
+    """Die on the first delivery."""
+    note("start", self)
+    if not self.request.delivery_info["redelivered"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    note("end", self)
+
+
+@app.task(bind=True)
+def leave(self: Task) -> None:
+    """End the process in good order, as a library might."""
+    note("start", self)
+    sys.exit(3)
+
+
+@app.task(bind=True)
+def reject(self: Task, times: int) -> None:
+    """Give the own message back a few times."""
+    note("start", self)
+    mark = f"{os.environ['TASKGATE_TEST_JOURNAL']}.{self.request.id}"
+    with open(mark, "a+b") as file:  # noqa: PTH123  # as light as can be
+        done = file.tell()
+        file.write(b".")
+    if done < times:
+        raise Reject("not now", requeue=True)
+    note("end", self)
 
 
 @app.task(bind=True)

@@ -171,6 +171,7 @@ class TransitionCases(Cases):
         put(broker)
         broker.finish_canceled(take(broker))
         retrying = put(broker)
+        broker.fail(take(broker))
         broker.fail(take(broker), delay=60)
         broker.cancel(retrying)
         self._check(broker, told, removed={parent})
