@@ -3,8 +3,9 @@
 The transport calls :func:`install` (entry point group ``kombu_taskgate.plugin``) when it is first used in a process.
 A worker asks its transport whether it can be waited for in an event loop before it sends ``worker_init`` and before
 it puts its steps together (``WorkController.setup_instance``), so the signal comes in time. Where Celery runs on
-greenlets it does not ask; there the worker's consumer makes the first transport, right before it puts its own steps
-together, for an app that is the current one.
+greenlets, or was told to do without a loop, it does not ask; there the worker's consumer looks at the transport's
+class for the errors that it may raise, right before it puts its own steps together, in an app that is the current
+one.
 """
 
 from __future__ import annotations

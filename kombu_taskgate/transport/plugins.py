@@ -1,8 +1,9 @@
 """Others who want to know that this transport is used in a process.
 
 The transport knows no Celery. Whoever is registered in the entry point group ``kombu_taskgate.plugin`` is called
-each time a :class:`~.transport.Transport` is made, which is before its first connection: a callable without
-arguments that is quick, may be called any number of times, and does nothing where it has nothing to do.
+when the transport's class is first looked at, and each time a :class:`~.transport.Transport` is made, which is
+before its first connection: a callable without arguments that is quick, may be called any number of times, and does
+nothing where it has nothing to do.
 """
 
 from __future__ import annotations

@@ -121,3 +121,7 @@ class Transport(base.Transport):
     def as_uri(self, uri: str, include_password: bool = False, mask: str = "**") -> str:
         """The URL as people may see it."""
         return url.shown_url(self.client, include_password=include_password, mask=mask)
+
+
+# A worker on greenlets looks at the class, right before it puts its steps together, and makes none until later.
+plugins.tell()

@@ -11,14 +11,26 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 
 from celery import Celery, Task
+from celery.apps.worker import Worker
 from celery.exceptions import Reject
 from celery.signals import worker_process_init
 
 from tests.workers.requests import OwnTask
 
+
+class LoopLess(Worker):  # type: ignore[misc]  # Celery has no types
+    """A worker that does without an event loop, as Celery's does where a transport has none."""
+
+    def should_use_eventloop(self) -> bool:
+        return False
+
+
 app = Celery("taskgate-tests")
+if os.environ.get("TASKGATE_TEST_NO_LOOP"):
+    app.Worker = partial(LoopLess, app=app)
 app.conf.update(
     broker_url=os.environ["TASKGATE_TEST_URL"],
     broker_transport_options=json.loads(os.environ.get("TASKGATE_TEST_OPTIONS", "{}")),
@@ -127,6 +139,13 @@ def reject(self: Task, times: int) -> None:
         file.write(b".")
     if done < times:
         raise Reject("not now", requeue=True)
+    note("end", self)
+
+
+@app.task(bind=True, rate_limit="1/h")
+def seldom(self: Task) -> None:
+    """Once an hour in each worker."""
+    note("start", self)
     note("end", self)
 
 
