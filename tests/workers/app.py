@@ -12,12 +12,15 @@ import signal
 import sys
 import time
 from functools import partial
+from typing import Any
 
 from celery import Celery, Task
 from celery.apps.worker import Worker
 from celery.exceptions import Reject
 from celery.signals import worker_process_init
+from celery.worker.control import control_command
 
+from kombu_taskgate.transport.errors import RecoverableConnectionError
 from tests.workers.requests import OwnTask
 
 
@@ -154,6 +157,16 @@ def echo(self: Task, *args: object, **kwargs: object) -> None:
     """Note what came."""
     note("start", self, args=list(args), kwargs=kwargs)
     note("end", self)
+
+
+@control_command()
+def lose_connection(state: Any) -> None:
+    """Make Celery believe that its connection broke."""
+    state.consumer.hub.call_later(0.01, _break)
+
+
+def _break() -> None:
+    raise RecoverableConnectionError("a test has cut it")
 
 
 @worker_process_init.connect
