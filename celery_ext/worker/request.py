@@ -91,7 +91,7 @@ class TaskgateRequest(_Base):
     def reject(self, requeue: bool = False) -> None:
         """Reject the message; one that goes back because its run was lost says so."""
         _waiting.discard(self)
-        # Celery 5.4 and 5.5 drop here what 5.6 and later put back.
+        # Celery 5.4 rejects for good here what newer versions put back.
         requeue = requeue or self._timed_out
         if requeue and self._loss is not None and isinstance(self.message, Message):
             self.message.lost = self._loss

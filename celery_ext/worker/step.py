@@ -86,6 +86,13 @@ class WorkerStep(bootsteps.StartStopStep):
 
     terminate = stop
 
+    def shutdown(self, c: Any) -> None:
+        """The pool has ended, the channel is about to be closed: acknowledge what ended meanwhile.
+
+        Without an event loop Celery keeps these for its loop, which has ended; Celery 5.4 never looks again.
+        """
+        c.perform_pending_operations()
+
     def _stop_watch(self) -> None:
         watch, self._watch = self._watch, None
         if watch is not None:
