@@ -9,6 +9,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from kombu.exceptions import OperationalError
+
+from kombu_taskgate.core.errors import TaskgateError
+from kombu_taskgate.transport.errors import NotFound
+
 logger = logging.getLogger("celery_ext.worker")
 
 #: How long a worker of the same name may take to answer, in seconds.
@@ -27,12 +32,13 @@ def warn_of_namesake(app: Any, hostname: str) -> None:
     """
     try:
         with app.connection_for_read() as connection:
+            connection.connect()  # tries once; whatever else connects would go on trying, and say nothing
             mailbox = app.control.mailbox(connection)
             queue = mailbox.get_queue(hostname)
             queue(connection.default_channel).queue_declare(passive=True)
             answers = app.control.ping(destination=[hostname], timeout=PATIENCE, connection=connection)
-    except (*app.connection_for_read().connection_errors, *app.connection_for_read().channel_errors) as error:
-        # No such queue, the usual case; or no database, which the worker will wait for in a moment.
+    except (NotFound, OperationalError, TaskgateError) as error:
+        # No such queue, the usual case; or a database that can't be used, of which the worker will tell in a moment.
         logger.debug("nobody else seems to be %s: %s", hostname, error)
         return
     if answers:

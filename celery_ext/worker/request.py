@@ -29,6 +29,9 @@ else:
 #: by newer versions of billiard).
 _DEATHS = (WorkerLostError, SystemExit, KeyboardInterrupt)
 
+#: The strategy that asks :meth:`TaskgateRequest.revoked` before it hands anything to the pool.
+_STRATEGY = "celery.worker.strategy:default"
+
 #: Guards who has each request: the pool, or nobody yet. Held for a few instructions only.
 _lock = threading.Lock()
 #: Requests that have not begun, as far as is known. Strong references: Celery drops its own when it closes.
@@ -51,7 +54,8 @@ class TaskgateRequest(_Base):
 
     def __init__(self, message: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(message, *args, **kwargs)
-        if isinstance(message, Message):
+        # Another strategy may start what it has in ways that are not known here.
+        if isinstance(message, Message) and self.task.Strategy == _STRATEGY:
             _waiting.add(self)
 
     # -- losses ------------------------------------------------------------------------------------
@@ -72,8 +76,7 @@ class TaskgateRequest(_Base):
     @contextmanager
     def _losing(self, error: Any, timed_out: bool) -> Iterator[None]:
         """What is requeued in here was lost, unless the worker itself has ended the run."""
-        ours = self._already_cancelled or self._already_revoked or state.should_terminate not in (None, False)
-        if not ours:
+        if not (self._already_cancelled or self._already_revoked or _terminating()):
             if timed_out:
                 self._loss, self._timed_out = f"hard time limit exceeded: {error}", True
             elif isinstance(error, _DEATHS):
@@ -141,6 +144,11 @@ class TaskgateRequest(_Base):
         _waiting.discard(self)
         self.message.give_back()
         return True
+
+
+def _terminating() -> bool:
+    """Whether the worker ends without waiting for what runs. The flag is an exit code, so 0 is a yes."""
+    return state.should_terminate is not None and state.should_terminate is not False
 
 
 def waiting(app: Any, hostname: str) -> list[TaskgateRequest]:

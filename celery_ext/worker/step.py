@@ -9,6 +9,7 @@ from celery import bootsteps
 from celery.exceptions import TaskRevokedError
 from celery.worker import state
 from celery.worker.consumer.tasks import Tasks
+from kombu.common import ignore_errors
 
 from kombu_taskgate.transport.transport import Transport
 
@@ -102,8 +103,9 @@ class WorkerStep(bootsteps.StartStopStep):
 def give_back(c: Any) -> int:
     """Consume no more, and give back what has not begun; returns how many tasks those were. From any thread."""
     # First, or they would come straight back.
-    if c.task_consumer is not None:
-        c.task_consumer.cancel()
+    consumer = c.task_consumer
+    if consumer is not None:
+        ignore_errors(c, consumer.cancel)
     stop = _keeps_from_beginning(c.pool)
     number = sum(one.give_back(stop) for one in request.waiting(c.app, c.hostname))
     if number:

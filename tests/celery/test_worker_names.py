@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.workers.fixtures import MakeLab
-from tests.workers.harness import wait_for
+from tests.workers.harness import proxy_for, wait_for
 
 pytestmark = pytest.mark.crash
 TTL = 2.0
@@ -49,6 +49,20 @@ def test_queue_of_a_dead_worker_is_no_namesake(make_lab: MakeLab, postgresql_url
     id = lab.send("work", 0)
     wait_for(lambda: lab.journal.ends(id), 10, "it works")
     assert WARNING not in heir.text()
+
+
+def test_database_that_comes_later(make_lab: MakeLab, postgresql_url: str) -> None:
+    """Without a database nobody can be asked: the worker says so as always, and starts when there is one."""
+    lab = make_lab(postgresql_url)
+    with proxy_for(postgresql_url, 5432) as (proxy, url):
+        proxy.down()
+        worker = lab.start_worker("-c1", ready=False, url=url)
+        wait_for(lambda: "Trying again in" in worker.text(), 15, "it tries")
+        proxy.up()
+        worker.wait_ready()
+        id = lab.send("work", 0)
+        wait_for(lambda: lab.journal.ends(id), 10, "it works")
+        worker.terminate()
 
 
 def test_without_remote_control_nobody_is_asked(make_lab: MakeLab, postgresql_url: str) -> None:
