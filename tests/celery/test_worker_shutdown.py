@@ -78,6 +78,22 @@ def test_reserved_tasks_start_elsewhere_at_once(make_lab: MakeLab, postgresql_ur
     assert lab.journal.ended() == {*held, *behind}
 
 
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_shutdown_by_remote_control(make_lab: MakeLab, postgresql_url: str, pool: str) -> None:
+    """The same without a signal: Celery has emptied its waiting lists before anybody is asked."""
+    lab = make_lab(postgresql_url, conf={"worker_prefetch_multiplier": 3}, lease_ttl=LONG)
+    first = lab.start_worker("-c2", "-P", pool)
+    _, behind, gate = hold(lab, 2, 4)
+    lab.app.control.shutdown()
+    wait_for(lambda: sum(row.owner is None for row in lab.rows()) == 4, 10, "four go back")
+    assert {(row.deliveries, row.lease_lost) for row in lab.rows() if row.task_id in behind} == {(0, 0)}
+    assert first.alive
+    gate.touch()
+    assert first.process.wait(15) == 0
+    assert sorted(str(row.task_id) for row in lab.rows()) == sorted(behind)
+    assert lab.journal.starts() == 2
+
+
 @pytest.mark.parametrize("pool", [[], ["-Pthreads"]], ids=["prefork", "threads"])
 def test_reserved_behind_a_rate_limit_or_unacked_early(make_lab: MakeLab, postgresql_url: str, pool: list[str]) -> None:
     """The same for what waits for a rate limit, and for tasks that are acknowledged when they start."""
