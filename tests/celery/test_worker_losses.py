@@ -126,7 +126,8 @@ def test_pool_survives_ten_killed_processes(make_lab: MakeLab, postgresql_url: s
     wait_for(lambda: lab.journal.ended() == {*killers, *others}, 60, "all sixty")
     wait_for(lambda: not lab.rows(), 5, "all acknowledged")
     starts = lab.journal.starts_each()
-    # Celery's pool sends a task to a second process by itself when it has not seen that the first had begun.
+    # When two processes die at once, Celery's pool looks at the second before it has read that its task had begun, and
+    # sends that task to another process by itself.
     assert {starts[id] for id in killers} <= {2, 3}
     assert {starts[id] for id in others} == {1}
     assert worker.alive
