@@ -73,6 +73,10 @@ class _Intake:
     queues: list[str]
     free: int
 
+    @property
+    def key(self) -> tuple[Window, bool]:
+        return self.window, self.no_ack
+
 
 @dataclass(slots=True)
 class _Request:
@@ -168,7 +172,10 @@ class DeliveryEngine:
         self._live: dict[tuple[int, int], Delivery] = {}
         self._wakes = 0
         self._split = False
+        #: When to look again at the queues of those who have room and found nothing in the last look. Who has got room
+        #: since then, or found as much as it had room for, looks without waiting for it.
         self._poll_at = 0.0
+        self._found_nothing: set[tuple[Window, bool]] = set()
         self._poll_pause = self.settings.poll_min
         #: Whoever has heard or found something goes on looking until then, see core/watch.py.
         self._look_on = 0.0
@@ -312,6 +319,7 @@ class DeliveryEngine:
             if window not in self._windows:
                 return 0
             self._windows.remove(window)
+            self._found_nothing -= {(window, False), (window, True)}
             window.consumers.clear()
             return self._put_back(window)
 
@@ -387,7 +395,17 @@ class DeliveryEngine:
     def wake(self, queues: Iterable[str]) -> None:
         """Look for work now if one of the queues is consumed here."""
         with self._lock:
-            if not self._stopping and any(window.consumers_of(queue) for queue in queues for window in self._windows):
+            concerned = [
+                (window, consumer.no_ack)
+                for queue in queues
+                for window in self._windows
+                for consumer in window.consumers_of(queue)
+            ]
+            self._found_nothing.difference_update(concerned)
+            # Who has no room looks when it has some.
+            if not self._stopping and any(
+                window.flow and window.free(no_ack=no_ack) > 0 for window, no_ack in concerned
+            ):
                 self._wake()
 
     def _told(self, queues: Collection[str] | None) -> None:
@@ -546,7 +564,7 @@ class DeliveryEngine:
             if self._unused_since is not None:
                 due = min(due, self._unused_since + REST_AFTER)
             if any(window.consumers for window in self._windows):
-                due = min(due, max(self._poll_at, rested, self._room_due(now)))
+                due = min(due, max(rested, self._room_due(now)))
         return max(due, self._retry_at)
 
     def _room_due(self, now: float) -> float:
@@ -557,12 +575,15 @@ class DeliveryEngine:
                 if free > 0 and window.flow:
                     # Where the consumer could start something now, it waits for nothing else.
                     enough = window.curbed or free * 2 >= window.size(no_ack=no_ack)
-                    due = min(due, now if enough else window.room_since + self._options.ack_delay)
+                    room_due = now if enough else window.room_since + self._options.ack_delay
+                    waits = (window, no_ack) in self._found_nothing
+                    due = min(due, max(room_due, self._poll_at) if waits else room_due)
                 elif window.curbed:
                     due = min(due, now + LOOK_FOR_ROOM)
         return due
 
-    def _intakes(self) -> list[_Intake]:
+    def _intakes(self, *, anyway: bool) -> list[_Intake]:
+        """Who has room for claims; nobody if none of them has a reason to look now, unless ``anyway``."""
         if self._stopping or self._retired is not None:
             return []
         intakes = []
@@ -572,7 +593,11 @@ class DeliveryEngine:
                 free = window.free(no_ack=no_ack)
                 if queues and free > 0 and window.flow:
                     intakes.append(_Intake(window, no_ack, queues, free))
-        return intakes
+                else:
+                    # What comes until it has room again, nobody here has looked for.
+                    self._found_nothing.discard((window, no_ack))
+        look = anyway or time.monotonic() >= self._poll_at
+        return intakes if look or any(intake.key not in self._found_nothing for intake in intakes) else []
 
     # -- the pump ----------------------------------------------------------------------------------
 
@@ -610,7 +635,8 @@ class DeliveryEngine:
         began = time.monotonic()
         with self._lock:
             batch, self._pending = self._pending, Batch()
-            intakes = self._intakes()
+            # Where something is acknowledged, a look costs no transaction of its own.
+            intakes = self._intakes(anyway=bool(batch.acks))
             wakes = self._wakes
         requests: list[_Request] = []
         try:
@@ -645,7 +671,11 @@ class DeliveryEngine:
         if not requests:
             if not self._keeper.may_claim:
                 self._poll_at = max(self._poll_at, now + LOOK)
+                self._found_nothing.update((window, no_ack) for window in self._windows for no_ack in (False, True))
             return
+        for request in requests:
+            keys = {intake.key for intake in request.intakes}
+            self._found_nothing = self._found_nothing - keys if request.full else self._found_nothing | keys
         full = any(request.full for request in requests)
         self._split = any(request.curbed for request in requests) or (self._split and full)
         if full or woken:
