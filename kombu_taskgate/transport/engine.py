@@ -492,16 +492,21 @@ class DeliveryEngine:
         self._work.notify()
 
     def _next(self) -> Delivery | None:
-        for place, window in enumerate(self._windows):
-            room = window.free(no_ack=False), window.free(no_ack=True)
-            delivery = window.next_ready()
-            if delivery is not None:
-                # The others come first next time.
-                self._windows.append(self._windows.pop(place))
-                if delivery.no_ack or not window.prefetch_count:
-                    self._room_changed(window, room[delivery.no_ack], no_ack=delivery.no_ack)
-                return delivery
-        return None
+        ready = [delivery for window in self._windows if (delivery := window.first_ready()) is not None]
+        if not ready:
+            return None
+        # The windows take turns, but no message overtakes a broadcast that was published before it.
+        first = min((one for one in ready if one.no_ack), key=lambda one: one.claim.id, default=ready[0])
+        delivery = first if first.claim.id < ready[0].claim.id else ready[0]
+        window = delivery.window
+        room = window.free(no_ack=delivery.no_ack)
+        window.deliver(delivery)
+        # The others come first next time.
+        self._windows.remove(window)
+        self._windows.append(window)
+        if delivery.no_ack or not window.prefetch_count:
+            self._room_changed(window, room, no_ack=delivery.no_ack)
+        return delivery
 
     def _announce(self) -> None:
         if any(window.has_ready() for window in self._windows):
@@ -730,6 +735,18 @@ class DeliveryEngine:
         # Before anybody can see them: a lease that is not held is not renewed.
         self._keeper.hold(claims)
         decoded = [(claim, self._decode(claim)) for claim in claims]
+        with self._lock:
+            broadcast = {queue for window in self._windows for queue in window.queues(no_ack=True)}
+        # What needs no acknowledgement is acknowledged before it is delivered, and that takes time. So it goes first: a
+        # task must not overtake the revocation that was published before it.
+        try:
+            self._take_in([pair for pair in decoded if pair[0].queue in broadcast])
+        finally:
+            self._take_in([pair for pair in decoded if pair[0].queue not in broadcast])
+
+    def _take_in(self, decoded: Sequence[tuple[Claim, Envelope | Undecodable]]) -> None:
+        if not decoded:
+            return
         at_once = Batch()
         with self._lock:
             for claim, envelope in decoded:

@@ -131,22 +131,23 @@ class Window:
         self._buffer.append(delivery)
         self._buffered_no_ack += delivery.no_ack
 
-    def next_ready(self) -> Delivery | None:
-        """Hand out the next delivery that may go out now."""
-        if not self.flow:
-            return None
-        for place, delivery in enumerate(self._buffer):
-            if delivery.no_ack or self.can_consume():
-                del self._buffer[place]
-                self._buffered_no_ack -= delivery.no_ack
-                self.hand_out(delivery)
-                self.in_hand += 1
-                return delivery
+    def first_ready(self) -> Delivery | None:
+        """The next delivery that may go out now; it stays where it is."""
+        if self.flow:
+            for delivery in self._buffer:
+                if delivery.no_ack or self.can_consume():
+                    return delivery
         return None
 
     def has_ready(self) -> bool:
-        """Whether :meth:`next_ready` would find something."""
+        """Whether :meth:`first_ready` would find something."""
         return self.flow and (self._buffered_no_ack > 0 or (bool(self._buffer) and self.can_consume()))
+
+    def deliver(self, delivery: Delivery) -> None:
+        """Hand out what :meth:`first_ready` has found."""
+        self._remove(delivery)
+        self.hand_out(delivery)
+        self.in_hand += 1
 
     def hand_out(self, delivery: Delivery) -> None:
         """Give a delivery its tag; unless ``no_ack`` it is unsettled from now on."""

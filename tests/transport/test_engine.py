@@ -191,6 +191,61 @@ def test_messages_published_elsewhere_are_found(connect):
         drain(connection, taken, 1)
 
 
+# -- order -----------------------------------------------------------------------------------------
+
+
+def publish_together(connection: Any, *queues: str) -> None:
+    """One message to each of the queues, in this order and in one transaction, so that one turn claims them all."""
+    with connection.channel() as channel:
+        batch = channel.create_publish_batch(100)
+        for queue in queues:
+            batch.publish(channel.prepare_message(b"", content_type="text/plain"), routing_key=queue)
+        batch.flush()
+
+
+def outstanding(connection: Any) -> int:
+    return sum(window.outstanding for window in connection.connection.engine._windows)
+
+
+def test_a_task_does_not_overtake_the_broadcast_before_it(connect):
+    """A revocation and then the task, as Celery's test_revoked_by_headers_simple_canvas."""
+    connection = connect()
+    with consuming(connection, "tasks") as tasks, consuming(connection, "control", no_ack=True) as control:
+        for _ in range(3):
+            publish_together(connection, "control", "tasks")
+            wait_until(lambda: outstanding(connection) == 2 + len(tasks), "both are here")
+            connection.drain_events(timeout=DEADLINE)
+            assert len(control) == len(tasks) + 1, "the broadcast comes first"
+            drain(connection, tasks, len(control))
+
+
+def test_a_task_waits_while_the_broadcast_before_it_is_acknowledged(connect_memory, monkeypatch):
+    connection = connect_memory()
+    broker = connection.connection.broker
+    may_ack, real = threading.Event(), broker.ack_many
+    monkeypatch.setattr(broker, "ack_many", lambda leases: may_ack.wait(DEADLINE) and real(leases))
+    with consuming(connection, "tasks") as tasks, consuming(connection, "control", no_ack=True) as control:
+        publish_together(connection, "control", "tasks")
+        try:
+            assert nothing_comes(connection)
+        finally:
+            may_ack.set()
+        connection.drain_events(timeout=DEADLINE)
+        assert (len(control), len(tasks)) == (1, 0)
+        drain(connection, tasks, 1)
+
+
+def test_old_tasks_and_broadcasts_take_turns(connect_memory):
+    """A broadcast does not wait behind everything that was published before it."""
+    connection = connect_memory()
+    publish(connection, "tasks", *range(20))
+    with consuming(connection, "tasks") as tasks, consuming(connection, "control", no_ack=True) as control:
+        publish(connection, "control", "news")
+        wait_until(lambda: outstanding(connection) == 21, "all are here")
+        drain(connection, control, 1)
+        assert len(tasks) <= 2
+
+
 # -- outages ---------------------------------------------------------------------------------------
 
 
