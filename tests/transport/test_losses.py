@@ -11,6 +11,7 @@ import pytest
 
 from kombu_taskgate.core.broker import Broker
 from kombu_taskgate.core.model import Filter, State, Task
+from kombu_taskgate.core.watch import LOOK_ON
 from kombu_taskgate.testing.threads import DEADLINE
 
 from .conftest import Connect
@@ -108,6 +109,35 @@ def test_limit_on_claims(connection: kombu.Connection, rows: Any) -> None:
         drain(connection, taken, 5)
         channel.limit_claims(None)
         for message in taken[1:]:
+            message.ack()
+
+
+@pytest.mark.parametrize("how", ["limit", "prefetch", "flow"])
+def test_room_that_comes_without_an_ack_is_used(connection: kombu.Connection, how: str) -> None:
+    """Another channel has had nothing for long, and the store would tell of news: there are none, only room."""
+    channel = connection.channel()
+    with consuming(connection, "quiet", no_ack=True), consuming(connection, "q", prefetch=1, channel=channel) as taken:
+        publish(connection, "q", 1)
+        drain(connection, taken, 1)
+        room = 0
+        if how == "limit":
+            channel.limit_claims(lambda: room)
+            channel.basic_qos(0, 5, False)
+        if how == "flow":
+            channel.flow(False)
+            channel.basic_qos(0, 5, False)
+        publish(connection, "q", 2)
+        # Longer than the engine looks by itself after it has found something.
+        assert nothing_comes(connection, LOOK_ON + 1.0)
+        if how == "limit":
+            room = 1
+        elif how == "flow":
+            channel.flow(True)
+        else:
+            channel.basic_qos(0, 2, False)
+        connection.drain_events(timeout=5)
+        assert taken.bodies == [1, 2]
+        for message in taken:
             message.ack()
 
 
