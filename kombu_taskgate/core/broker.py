@@ -28,6 +28,7 @@ from .model import (
     StateChange,
     Task,
 )
+from .revocations import Revocations
 from .topology import Topology
 from .watch import Wake, Watch
 
@@ -40,6 +41,10 @@ class Broker(Protocol):
     @property
     def topology(self) -> Topology:
         """Queues, exchanges and bindings that all processes share."""
+
+    @property
+    def revocations(self) -> Revocations:
+        """What is revoked, in all processes."""
 
     # -- publishing ---------------------------------------------------------------------------------
 
@@ -195,7 +200,10 @@ class Broker(Protocol):
         """
 
     def prune(self, limit: int = 1000) -> int:
-        """Delete at most ``limit`` final executions past their keeping time, and what only they needed."""
+        """Delete at most ``limit`` final executions past their keeping time, and what only they needed.
+
+        Also at most ``limit`` revocations past theirs. Returns the larger of the two numbers.
+        """
 
     # -- control ------------------------------------------------------------------------------------
 
@@ -208,6 +216,13 @@ class Broker(Protocol):
         Raises:
             TaskNotFound: no such id.
             AlreadyFinal: it has ended.
+        """
+
+    def cancel_waiting(self, ids: Sequence[int] = (), *, task_ids: Sequence[str] = ()) -> Sequence[Task]:
+        """Cancel those that wait of the executions with these ids and with these task_ids.
+
+        Each becomes ``canceled`` and its fail-fast children with it, as by ``cancel``. What runs, has ended or does
+        not exist is left alone. Returns the executions as they were before, in id order, without the children.
         """
 
     def replay(self, id: int, *, payload: bytes | None = None, allow_completed: bool = False) -> int:
@@ -230,6 +245,9 @@ class Broker(Protocol):
 
     def list(self, filter: Filter | None = None) -> list[Task]:
         """Filter, then sort by (created_at, id), then offset, then limit."""
+
+    def waiting(self, after: int = 0, limit: int = 1000) -> Sequence[Task]:
+        """A page of the waiting executions of all queues: the first ``limit`` with ids above ``after``, in id order."""
 
     def queue_len(self, queue: str) -> int:
         """How many are ``pending`` or ``retrying`` in the queue, delayed ones included."""

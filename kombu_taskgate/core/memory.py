@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from operator import attrgetter
 
+from . import revocations
 from .broker import Notify
 from .clock import Clock, to_ms
 from .errors import (
@@ -37,6 +38,7 @@ from .errors import (
 from .model import (
     FINAL,
     NO_TOKEN,
+    WAITING,
     Claim,
     FailKind,
     Filter,
@@ -51,6 +53,7 @@ from .model import (
     StateChange,
     Task,
 )
+from .revocations import Revocation
 from .settings import BrokerSettings, check_name
 from .topology import Binding, Exchange, Queue
 from .watch import Polling, Wake, Watch
@@ -110,6 +113,8 @@ class MemoryStore:
         self.bindings: dict[tuple[str, str, str, str], Binding] = {}
         #: (queue, session) -> how many consumers.
         self.consumers: dict[tuple[str, int], int] = {}
+        #: Revocation -> until when it is kept (ms).
+        self.revocations: dict[Revocation, int] = {}
         _stores.add(self)
 
     def end_consumers(self, session: int, instant: int) -> None:
@@ -157,6 +162,7 @@ class MemoryBroker:
         self._closed = False
         self._turn = 0
         self.topology = MemoryTopology(self._store, self._clock)
+        self.revocations = MemoryRevocations(self._store, self._clock)
 
     # -- publishing ---------------------------------------------------------------------------------
 
@@ -495,7 +501,7 @@ class MemoryBroker:
                 del self._store.sessions[session]
             for key, window in [k for k, (start, _) in self._store.quotas.items() if start + k[1] <= now]:
                 del self._store.quotas[key, window]
-            return len(old)
+        return max(len(old), self.revocations.sweep(limit))
 
     def _kept_until(self, row: _Row) -> int:
         if row.state not in FINAL:
@@ -515,6 +521,17 @@ class MemoryBroker:
             else:
                 self._end(row, State.CANCELED, changes, Reason.CANCELED)
             return row.state
+
+    def cancel_waiting(self, ids: Sequence[int] = (), *, task_ids: Sequence[str] = ()) -> Sequence[Task]:
+        numbers, names = set(ids), set(task_ids)
+        with self._transaction() as changes:
+            rows = [r for r in self._rows() if r.state in WAITING and (r.id in numbers or r.task_id in names)]
+            rows.sort(key=_by_id)
+            shown = [_shown(row) for row in rows]
+            # Children before parents: one that is meant itself is canceled on its own account.
+            for row in reversed(rows):
+                self._end(row, State.CANCELED, changes, Reason.CANCELED)
+            return shown
 
     def replay(self, id: int, *, payload: bytes | None = None, allow_completed: bool = False) -> int:
         if payload is not None:
@@ -569,6 +586,11 @@ class MemoryBroker:
         with self._transaction():
             rows = sorted((row for row in self._rows() if _matches(row, wanted)), key=attrgetter("created_at", "id"))
             return [_shown(row) for row in rows[wanted.offset : wanted.offset + wanted.limit]]
+
+    def waiting(self, after: int = 0, limit: int = 1000) -> Sequence[Task]:
+        with self._transaction():
+            rows = sorted((row for row in self._rows() if row.id > after and row.state in WAITING), key=_by_id)
+            return [_shown(row) for row in rows[:limit]]
 
     def queue_len(self, queue: str) -> int:
         return self.queue_lens([queue])[queue]
@@ -846,6 +868,41 @@ class MemoryTopology:
 
     def _drop_bindings(self, dropped: Callable[[Binding], bool]) -> None:
         self._store.bindings = {key: b for key, b in self._store.bindings.items() if not dropped(b)}
+
+
+class MemoryRevocations:
+    """The :class:`~kombu_taskgate.core.revocations.Revocations` of a :class:`MemoryStore`."""
+
+    def __init__(self, store: MemoryStore, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+
+    def add(self, revoked: Sequence[Revocation], keep: float) -> None:
+        revocations.check(revoked, keep)
+        with self._store.changed:
+            until = self._clock.now_ms() + to_ms(keep)
+            known = self._store.revocations
+            known.update((one, max(until, known.get(one, until))) for one in revoked)
+
+    def any(self) -> bool:
+        return bool(self._store.revocations)
+
+    def find(self, asked: Sequence[Revocation]) -> set[Revocation]:
+        with self._store.changed:
+            return {one for one in asked if one in self._store.revocations}
+
+    def count(self) -> int:
+        return len(self._store.revocations)
+
+    def sweep(self, limit: int = 1000) -> int:
+        with self._store.changed:
+            known, now = self._store.revocations, self._clock.now_ms()
+            old = sorted((one for one, until in known.items() if until < now), key=lambda one: known[one])
+            going = {row.task_id for row in self._store.tasks.values() if row.state not in FINAL} if old else set()
+            swept = [one for one in old if one.header or one.value not in going][:limit]
+            for one in swept:
+                del known[one]
+            return len(swept)
 
 
 _by_id = attrgetter("id")

@@ -39,6 +39,7 @@ from ..wakeup import Wakeup
 from ..watch import Polling, Wake, Watch
 from . import claim, control, leases, publish, queries, quota, settle
 from .looks import Looks, channel_name
+from .revocations import SqlRevocations
 from .topology import SqlTopology
 from .work import Work, repeat
 
@@ -78,6 +79,7 @@ class SqlBroker:
             raise
         self.sql = Statements(self.tables, dialect, clock)
         self.topology = SqlTopology(self.database, self.sql, self._bindings_changed, self._is_told)
+        self.revocations = SqlRevocations(self.database, self.sql)
         ttls = {queue: to_ms(ttl) for queue, ttl in settings.queue_lease_ttl.items()}
         self._extend = self.sql.extend(ttls, to_ms(settings.lease_ttl))
         self._wakeup = Wakeup()
@@ -426,13 +428,24 @@ class SqlBroker:
 
     def prune(self, limit: int = 1000) -> int:
         """See the contract."""
-        return self._run(lambda work: control.prune(work, limit), confirm=repeat)
+        number = self._run(lambda work: control.prune(work, limit), confirm=repeat)
+        return max(number, self.revocations.sweep(limit))
 
     # -- control -------------------------------------------------------------------------------------
 
     def cancel(self, id: int) -> State:
         """See the contract."""
         return self._run(lambda work: control.cancel(work, id))
+
+    def cancel_waiting(self, ids: Sequence[int] = (), *, task_ids: Sequence[str] = ()) -> Sequence[Task]:
+        """See the contract."""
+
+        def done(conn: sa.Connection, canceled: Sequence[Task]) -> bool:
+            # All or none; if none, doing it again does no harm.
+            row = conn.execute(self.sql.get, {"p_id": canceled[0].id}).first() if canceled else None
+            return row is not None and row.state == State.CANCELED
+
+        return self._run(lambda work: control.cancel_waiting(work, ids, task_ids), confirm=done)
 
     def replay(self, id: int, *, payload: bytes | None = None, allow_completed: bool = False) -> int:
         """See the contract."""
@@ -465,6 +478,13 @@ class SqlBroker:
         """See the contract."""
         query = queries.listing(self.tables, filter or Filter())
         return [queries.to_task(row) for row in self.database.read(lambda conn: conn.execute(query).all())]
+
+    def waiting(self, after: int = 0, limit: int = 1000) -> Sequence[Task]:
+        """See the contract."""
+        page = {"p_after": after, "p_limit": limit}
+        return [
+            queries.to_task(row) for row in self.database.read(lambda c: c.execute(self.sql.see_waiting, page).all())
+        ]
 
     def queue_len(self, queue: str) -> int:
         """See the contract."""

@@ -56,6 +56,7 @@ WRITES: dict[str, Call] = {
     "open_session": lambda broker, lease, id: broker.open_session("w", 5).ttl,
     "cancel": lambda broker, lease, id: broker.cancel(id),
     "cancel_running": lambda broker, lease, id: broker.cancel(lease.id),
+    "cancel_waiting": lambda broker, lease, id: len(broker.cancel_waiting([id, lease.id])),
     "purge": lambda broker, lease, id: broker.purge(QUEUE),
     "reap": lambda broker, lease, id: broker.reap_expired(),
     "quota": lambda broker, lease, id: broker.queue_quota("k", 1, 60.0) is not None,
