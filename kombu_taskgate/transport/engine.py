@@ -761,6 +761,8 @@ class DeliveryEngine:
                 if action is None:
                     delivery.window.put(delivery)
                 else:
+                    # What is acknowledged is delivered then; all else never is.
+                    delivery.no_ack = action is Action.ACK
                     delivery.stage = Stage.SETTLING
                     detail = str(envelope) if isinstance(envelope, Undecodable) else None
                     at_once.add(Settlement(delivery, action, time.monotonic(), detail))

@@ -712,6 +712,20 @@ def test_a_queue_somebody_else_declared_is_kept_too(connect):
             time.sleep(0.05)
 
 
+def test_undecodable_messages_are_not_delivered_to_those_who_do_not_acknowledge(connect_memory):
+    """A message that becomes a dead letter is not also delivered, empty."""
+    connection = connect_memory()
+    connection.connect()
+    broker = connection.connection.broker
+    id = broker.enqueue(NewTask("q", payload=b"garbage"))
+    with consuming(connection, "q", no_ack=True) as taken:
+        wait_until(lambda: broker.get(id).state is State.FAILED, "a dead letter")
+        publish(connection, "q", "after")
+        drain(connection, taken, 1)
+        assert nothing_comes(connection)
+    assert taken.bodies == ["after"]
+
+
 # -- resting ---------------------------------------------------------------------------------------
 
 
