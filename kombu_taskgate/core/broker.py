@@ -219,8 +219,9 @@ class Broker(Protocol):
         """
 
     def cancel_waiting(self, ids: Sequence[int] = (), *, task_ids: Sequence[str] = ()) -> Sequence[Task]:
-        """Cancel those that wait of the executions with these ids and with these task_ids.
+        """Cancel those that wait of the executions with these ids, and with these task_ids and any type.
 
+        What has a task_id and no type is no task, but a message about one, such as its result.
         Each becomes ``canceled`` and its fail-fast children with it, as by ``cancel``. What runs, has ended or does
         not exist is left alone. Returns the executions as they were before, in id order, without the children.
         """
@@ -248,6 +249,9 @@ class Broker(Protocol):
 
     def waiting(self, after: int = 0, limit: int = 1000) -> Sequence[Task]:
         """A page of the waiting executions of all queues: the first ``limit`` with ids above ``after``, in id order."""
+
+    def running(self, task_ids: Sequence[str]) -> set[str]:
+        """Those of the task_ids under which an execution that has a type is running."""
 
     def queue_len(self, queue: str) -> int:
         """How many are ``pending`` or ``retrying`` in the queue, delayed ones included."""

@@ -525,7 +525,8 @@ class MemoryBroker:
     def cancel_waiting(self, ids: Sequence[int] = (), *, task_ids: Sequence[str] = ()) -> Sequence[Task]:
         numbers, names = set(ids), set(task_ids)
         with self._transaction() as changes:
-            rows = [r for r in self._rows() if r.state in WAITING and (r.id in numbers or r.task_id in names)]
+            meant = (r for r in self._rows() if r.id in numbers or (r.task_id in names and r.type))
+            rows = [row for row in meant if row.state in WAITING]
             rows.sort(key=_by_id)
             shown = [_shown(row) for row in rows]
             # Children before parents: one that is meant itself is canceled on its own account.
@@ -591,6 +592,11 @@ class MemoryBroker:
         with self._transaction():
             rows = sorted((row for row in self._rows() if row.id > after and row.state in WAITING), key=_by_id)
             return [_shown(row) for row in rows[:limit]]
+
+    def running(self, task_ids: Sequence[str]) -> set[str]:
+        with self._transaction():
+            names = {row.task_id for row in self._rows() if row.state is State.RUNNING and row.type}
+            return {name for name in task_ids if name in names}
 
     def queue_len(self, queue: str) -> int:
         return self.queue_lens([queue])[queue]

@@ -615,8 +615,8 @@ class Statements:
 
     @cached_property
     def lock_waiting_of(self) -> Statement:
-        """What waits under the task_ids p_task_ids, locked in id order."""
-        return self._locking(self._waiting(_in(self._t.task_id, "p_task_ids")), skip=False)
+        """What waits under the task_ids p_task_ids and has a type, locked in id order."""
+        return self._locking(self._waiting(_in(self._t.task_id, "p_task_ids"), self._t.type != ""), skip=False)
 
     @cached_property
     def see_waiting(self) -> Statement:
@@ -648,6 +648,12 @@ class Statements:
     def get(self) -> Statement:
         """One row."""
         return sa.select(self.tables.tasks).where(self._t.id == sa.bindparam("p_id"))
+
+    @cached_property
+    def running(self) -> Statement:
+        """Those of the task_ids p_task_ids under which an execution with a type runs."""
+        t = self._t
+        return sa.select(t.task_id).where(_in(t.task_id, "p_task_ids"), t.state == State.RUNNING.value, t.type != "")
 
     @cached_property
     def queue_lens(self) -> Statement:
@@ -780,16 +786,13 @@ class Statements:
         )
 
     def _these(self) -> list[sa.ColumnElement[bool]]:
-        # The values once more by themselves: not every database finds an index for pairs.
+        # By header, of which there are few, because databases plan long lists of pairs slowly.
         r = self.tables.revocations.c
-        return [
-            _in(r.value_, "p_values"),
-            sa.tuple_(r.value_, r.header).in_(sa.bindparam("p_pairs", expanding=True)),
-        ]
+        return [_in(r.value_, "p_values"), r.header == sa.bindparam("p_header", type_=sa.String)]
 
     @cached_property
     def prolong_revocations(self) -> Statement:
-        """Let revocations that were stored before live as long as new ones."""
+        """Let revocations of one header that were stored before live as long as new ones."""
         r = self.tables.revocations
         until = sa.bindparam("p_until", type_=sa.BigInteger)
         return sa.update(r).where(*self._these(), r.c.until_ < until).values(until_=until)
@@ -823,5 +826,5 @@ class Statements:
 
     @cached_property
     def delete_revocations(self) -> Statement:
-        """Forget revocations."""
+        """Forget revocations of one header."""
         return sa.delete(self.tables.revocations).where(*self._these())

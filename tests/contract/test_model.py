@@ -441,6 +441,7 @@ class Commands(RuleBasedStateMachine):
         self.both(lambda side: side.broker.counts())
         self.both(lambda side: [_task(side, task) for task in side.broker.waiting(limit=limit + 1)])
         self.both(lambda side: (side.broker.revocations.find(REVOKED), side.broker.revocations.any()))
+        self.both(lambda side: side.broker.running(["t1", "t2"]))
         self.both(lambda side: _task(side, side.broker.get(side.id(offset))))
 
 

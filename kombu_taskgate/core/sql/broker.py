@@ -486,6 +486,10 @@ class SqlBroker:
             queries.to_task(row) for row in self.database.read(lambda c: c.execute(self.sql.see_waiting, page).all())
         ]
 
+    def running(self, task_ids: Sequence[str]) -> set[str]:
+        """See the contract."""
+        return self.database.read(lambda conn: queries.running(conn, self.sql, task_ids))
+
     def queue_len(self, queue: str) -> int:
         """See the contract."""
         return self.queue_lens([queue])[queue]

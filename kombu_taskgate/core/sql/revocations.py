@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -36,9 +37,13 @@ class SqlRevocations:
     def _add(self, conn: sa.Connection, part: Sequence[Revocation], keep: int) -> None:
         until = conn.execute(self._sql.current_time, self._sql.time()).scalar_one() + keep
         rows = [{"p_value": one.value, "p_header": one.header, "p_until": until} for one in part]
-        conn.execute(self._sql.insert_revocation, rows)
-        for some in chunks(part):
-            conn.execute(self._sql.prolong_revocations, {**_keys(some), "p_until": until})
+        insert = self._sql.insert_revocation
+        if conn.dialect.insert_executemany_returning:
+            # Only then are many rows sent in one statement; what is returned does not matter.
+            insert = insert.returning(self._sql.tables.revocations.c.until_)
+        conn.execute(insert, rows)
+        for keys in _by_header(part):
+            conn.execute(self._sql.prolong_revocations, {**keys, "p_until": until})
 
     def any(self) -> bool:
         """See the protocol."""
@@ -68,13 +73,16 @@ class SqlRevocations:
 
     def _sweep(self, conn: sa.Connection, limit: int) -> int:
         rows = conn.execute(self._sql.pick_old_revocations, self._sql.time(p_limit=limit)).all()
-        for part in chunks([Revocation(row.value_, row.header) for row in rows]):
-            conn.execute(self._sql.delete_revocations, _keys(part))
+        for keys in _by_header([Revocation(row.value_, row.header) for row in rows]):
+            conn.execute(self._sql.delete_revocations, keys)
         return len(rows)
 
 
-def _keys(revoked: Sequence[Revocation]) -> dict[str, object]:
-    return {
-        "p_values": list({one.value for one in revoked}),
-        "p_pairs": [(one.value, one.header) for one in revoked],
-    }
+def _by_header(revoked: Sequence[Revocation]) -> Iterator[dict[str, Any]]:
+    """Parameters of the statements that are about revocations of one header."""
+    values: dict[str, list[str]] = {}
+    for one in revoked:
+        values.setdefault(one.header, []).append(one.value)
+    for header, all_of_it in values.items():
+        for part in chunks(all_of_it):
+            yield {"p_header": header, "p_values": part}

@@ -108,18 +108,21 @@ class RevocationCases(Cases):
         """All that waits under a task id or an id is canceled and told as it was; the rest is left alone."""
         told: list[StateChange] = []
         broker = store.open(clock=clock, lease_ttl=10, notify=told.append)
-        running = put(broker, "r", task_id="one")
+        running = put(broker, "r", type="t", task_id="one")
         take(broker, "r")
-        ended = put(broker, "r", task_id="one")
+        ended = put(broker, "r", type="t", task_id="one")
         broker.fail(take(broker, "r"), FailKind.SKIP)
-        retrying = put(broker, "r", task_id="one")
+        retrying = put(broker, "r", type="t", task_id="one")
         broker.fail(take(broker, "r"), delay=60)
-        delayed = put(broker, "a", task_id="one", delay=60, payload=b"body")
-        pending = put(broker, "b", task_id="two", priority=3)
-        blocked = put(broker, "a", task_id="one", parents=[running])
-        others = [put(broker, "a", task_id="three"), put(broker, "a")]
+        delayed = put(broker, "a", type="t", task_id="one", delay=60, payload=b"body")
+        pending = put(broker, "b", type="t", task_id="two", priority=3)
+        blocked = put(broker, "a", type="t", task_id="one", parents=[running])
+        others = [put(broker, "a", type="t", task_id="three"), put(broker, "a"), put(broker, "a", task_id="one")]
         child = put(broker, "a", parents=[delayed])
+        put(broker, "m", task_id="message")
+        take(broker, "m")
         told.clear()
+        assert broker.running(["one", "two", "message", "unknown"]) == {"one"}
         found = broker.cancel_waiting([pending, running, ended, 10**12], task_ids=["one", "unknown"])
         assert ids_of(found) == [retrying, delayed, pending, blocked]
         states = [State.RETRYING, State.PENDING, State.PENDING, State.BLOCKED]
@@ -131,7 +134,7 @@ class RevocationCases(Cases):
         assert (state_of(broker, child), broker.get(child).reason) == (State.CANCELED, "parent")
         assert (state_of(broker, running), broker.get(running).cancel_requested) == (State.RUNNING, False)
         assert state_of(broker, ended) is State.FAILED
-        assert [state_of(broker, id) for id in others] == [State.PENDING] * 2
+        assert [state_of(broker, id) for id in others] == [State.PENDING] * 3
         assert sorted((change.id, change.before) for change in told) == sorted(
             [*zip(ids_of(found), states, strict=True), (child, State.BLOCKED)]
         )
@@ -140,8 +143,8 @@ class RevocationCases(Cases):
 
     def test_cancel_waiting_parent_and_child_at_once(self, broker: Broker) -> None:
         """Of a parent and its child, both meant, each is canceled on its own account and told once."""
-        parent = put(broker, task_id="p")
-        child = put(broker, task_id="c", parents=[parent])
+        parent = put(broker, type="t", task_id="p")
+        child = put(broker, type="t", task_id="c", parents=[parent])
         assert ids_of(broker.cancel_waiting(task_ids=["p", "c"])) == [parent, child]
         assert [broker.get(id).reason for id in (parent, child)] == ["canceled", "canceled"]
 
@@ -149,7 +152,7 @@ class RevocationCases(Cases):
         """Against a claim: canceled and never delivered, or delivered and left alone."""
         brokers = [store.open(clock=clock) for _ in range(2)]
         for _ in range(10):
-            put(brokers[0], task_id="one")
+            put(brokers[0], type="t", task_id="one")
             claims, canceled = together(
                 [partial(brokers[0].dequeue, [QUEUE]), partial(brokers[1].cancel_waiting, task_ids=["one"])]
             )
