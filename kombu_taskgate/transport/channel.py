@@ -16,6 +16,7 @@ from ..core.errors import TaskgateError
 from ..core.settings import check_name
 from ..core.topology import Binding, Exchange, Queue
 from .codec import Envelope
+from .control import is_mailbox, tell_published
 from .declared import AUTO_DELETE_EXPIRES, delete_queue
 from .errors import NoRoute, NotFound, PreconditionFailed, RecoverableConnectionError, TagInUse, kombu_errors
 from .message import Message
@@ -320,6 +321,8 @@ class Channel(StdChannel):
         connection = self._open()
         envelope = self._envelope(message, exchange, routing_key)
         with kombu_errors():
+            if is_mailbox(envelope.exchange):
+                envelope = tell_published(connection, envelope)
             queues = route(connection.router, envelope)
             if not queues:
                 self._unroutable(message, envelope, tell=mandatory)

@@ -15,7 +15,7 @@ from ..core.errors import TaskgateError
 from ..core.factory import open_broker
 from ..core.ready import Ready
 from ..core.settings import BrokerSettings
-from . import declared, process
+from . import control, declared, process
 from .engine import DeliveryEngine
 from .errors import RecoverableConnectionError, kombu_errors
 from .options import EngineOptions
@@ -47,9 +47,10 @@ class Connection:
         self.client = client
         self.settings = settings
         self.options = options
-        # Whoever knows the zone is imported now, not by the first publish: a child that is forked while another
-        # thread imports something can wait for that import for ever.
+        # Whoever knows the zone or the control commands is imported now, not by the first publish: a child that is
+        # forked while another thread imports something can wait for that import for ever.
         options.naive  # noqa: B018
+        control.observers()
         with kombu_errors():
             self.broker = open_broker(settings)
         self.router = Router(self.broker.topology)
@@ -111,6 +112,7 @@ class Connection:
                     self._readiness(),
                     upkeep=self._keep_queues,
                     sweep=declared.Sweeper(self.broker).sweep,
+                    dropped=lambda message: control.tell_dropped(self, message),
                 )
                 with kombu_errors():
                     engine.start()
@@ -179,6 +181,11 @@ class Connection:
         """Wake the consumers of these queues in this process."""
         for engine in self._engines_here():
             engine.wake(queues)
+
+    def revoked(self) -> None:
+        """Tell the consumers of this process that something has been revoked."""
+        for engine in self._engines_here():
+            engine.revoked.noticed()
 
     def consumers_of(self, queue: str) -> int:
         """How many consumers a queue has; of those in other processes one that has just begun may be missing."""

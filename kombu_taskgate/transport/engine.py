@@ -39,6 +39,7 @@ from ..core.watch import LOOK_ON, Polling, Watch
 from .codec import Envelope, decode
 from .errors import RecoverableConnectionError, Undecodable
 from .options import EngineOptions
+from .revocations import RevokedClaims
 from .settle import Action, Batch, Settlement, Settler
 from .window import Consumer, Delivery, Stage, Window
 
@@ -120,6 +121,7 @@ class DeliveryEngine:
         ready: set while there is something to deliver.
         upkeep: called in the pump's thread every few seconds; returns after how many seconds again.
         sweep: called by the reaper after each round.
+        dropped: called in the pump's thread with each message that is not delivered because it is revoked.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class DeliveryEngine:
         *,
         upkeep: Callable[[], float],
         sweep: Callable[[], None],
+        dropped: Callable[[Envelope], None] = lambda message: None,
     ) -> None:
         self.broker = broker
         self.settings = settings
@@ -150,6 +153,7 @@ class DeliveryEngine:
         shortest = min([settings.lease_ttl, *settings.queue_lease_ttl.values()])
         self._reaper = Reaper(broker, options.reap_interval or max(0.5, shortest / 3), also=sweep)
         self._settler = Settler(broker, self._settled)
+        self.revoked = RevokedClaims(broker, dropped)
         self._reset()
 
     def _reset(self) -> None:
@@ -732,19 +736,35 @@ class DeliveryEngine:
         """Take claims in: hold their leases, decode them, and put them into the buffers."""
         if not claims:
             return
+        decoded = [(claim, self._decode(claim)) for claim in claims]
         # Before anybody can see them: a lease that is not held is not renewed.
         self._keeper.hold(claims)
-        decoded = [(claim, self._decode(claim)) for claim in claims]
+        unknown: TaskgateError | None = None
+        revoked: set[int] = set()
+        try:
+            revoked = self.revoked.among(decoded)
+        except TaskgateError as error:
+            unknown = error
+        for claim, envelope in decoded:
+            # Told before it is settled: if this process ends in between, the next claim tells it again.
+            if claim.id in revoked and isinstance(envelope, Envelope):
+                self.revoked.drop(claim, envelope)
         with self._lock:
             broadcast = {queue for window in self._windows for queue in window.queues(no_ack=True)}
         # What needs no acknowledgement is acknowledged before it is delivered, and that takes time. So it goes first: a
         # task must not overtake the revocation that was published before it.
+        first = [pair for pair in decoded if pair[0].queue in broadcast]
+        rest = [pair for pair in decoded if pair[0].queue not in broadcast]
         try:
-            self._take_in([pair for pair in decoded if pair[0].queue in broadcast])
+            self._take_in(first, revoked, deliver=unknown is None)
         finally:
-            self._take_in([pair for pair in decoded if pair[0].queue not in broadcast])
+            self._take_in(rest, revoked, deliver=unknown is None)
+        if unknown is not None:
+            raise unknown
 
-    def _take_in(self, decoded: Sequence[tuple[Claim, Envelope | Undecodable]]) -> None:
+    def _take_in(
+        self, decoded: Sequence[tuple[Claim, Envelope | Undecodable]], revoked: Collection[int], *, deliver: bool
+    ) -> None:
         if not decoded:
             return
         at_once = Batch()
@@ -754,8 +774,10 @@ class DeliveryEngine:
                 action: Action | None = None
                 if isinstance(envelope, Undecodable):
                     action = Action.UNDECODABLE
-                elif delivery.consumer is None:
-                    action = Action.RETURN  # its consumer was canceled in the meantime
+                elif claim.id in revoked:
+                    action = Action.CANCELED
+                elif delivery.consumer is None or not deliver:
+                    action = Action.RETURN  # its consumer was canceled in the meantime, or it may be revoked
                 elif delivery.no_ack:
                     action = Action.ACK
                 if action is None:
@@ -840,7 +862,10 @@ class DeliveryEngine:
                 self._keeper.hold(claims)
             envelope = self._decode(claim)
             if isinstance(envelope, Undecodable):
-                self._fail_undecodable(claim, str(envelope))
+                self._settle_undelivered(claim, Action.UNDECODABLE, str(envelope))
+            elif self._is_revoked(claim, envelope):
+                self.revoked.drop(claim, envelope)
+                self._settle_undelivered(claim, Action.CANCELED)
             elif not no_ack or not self.broker.ack_many(claims):
                 with self._lock:
                     delivery = self._register(claim, envelope, None)
@@ -851,12 +876,26 @@ class DeliveryEngine:
                 return delivery
         return None
 
-    def _fail_undecodable(self, claim: Claim, detail: str) -> None:
+    def _is_revoked(self, claim: Claim, envelope: Envelope) -> bool:
         try:
-            self.broker.fail(claim, FailKind.SKIP, reason=Reason.UNDECODABLE, detail=detail)
+            return bool(self.revoked.among([(claim, envelope)]))
+        except TaskgateError:
+            self._settle_undelivered(claim, Action.RETURN)
+            raise
+
+    def _settle_undelivered(self, claim: Claim, action: Action, detail: str | None = None) -> None:
+        try:
+            if action is Action.UNDECODABLE:
+                self.broker.fail(claim, FailKind.SKIP, reason=Reason.UNDECODABLE, detail=detail)
+            elif action is Action.CANCELED:
+                self.broker.finish_canceled(claim)
+            else:
+                self.broker.requeue(claim, delivered=False)
         except LeaseLost:
             logger.debug("execution %d is not ours any more", claim.id)
-        self._keeper.drop([claim])
+        finally:
+            # If that could not be written, the keeper finds a lease that nobody here knows, and gives it back.
+            self._keeper.drop([claim])
 
     # -- retired -----------------------------------------------------------------------------------
 
