@@ -100,6 +100,15 @@ def flaky(self: Task, failures: int, countdown: float = 0.1) -> None:
     note("end", self)
 
 
+@app.task(bind=True, max_retries=5)
+def retry_after(self: Task, path: str) -> None:
+    """Retry at once when a file appears."""
+    note("start", self, retries=self.request.retries)
+    while not os.path.exists(path):  # noqa: PTH110  # as in hold_until
+        time.sleep(0.01)
+    raise self.retry(countdown=0)
+
+
 @app.task(bind=True)
 def spawn(self: Task, number: int = 1) -> None:
     """Publish more work."""
