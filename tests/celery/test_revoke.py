@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -12,9 +14,10 @@ import pytest
 from celery import chord, states
 from celery.exceptions import TaskRevokedError
 
+from celery_ext import control
 from kombu_taskgate.core.model import State
 from tests.workers.fixtures import MakeLab
-from tests.workers.harness import Lab, Worker, holds_for, wait_for
+from tests.workers.harness import ROOT, Lab, Worker, holds_for, wait_for
 
 
 @pytest.fixture
@@ -37,6 +40,12 @@ def wait_revoked(lab: Lab, *ids: str) -> None:
 def wait_heard(lab: Lab, worker: Worker) -> None:
     """Until the worker has fetched all control commands."""
     wait_for(lambda: not lab.rows(queue=f"{worker.name}.celery.pidbox"), 60, "the worker has heard of it")
+
+
+def celery(lab: Lab, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    """Run Celery's command line."""
+    command = [sys.executable, "-m", "celery", "-A", "tests.workers.app", *arguments]
+    return subprocess.run(command, env=lab.environment(), cwd=ROOT, capture_output=True, timeout=60, check=False)
 
 
 def settled(lab: Lab) -> bool:
@@ -149,6 +158,53 @@ def test_prefetched_task_is_dropped(make_lab: MakeLab, main_url: str, results: d
     wait_revoked(lab, waiting)
     run_one(lab)
     assert (lab.journal.ends(running), lab.journal.starts(waiting)) == (1, 0)
+
+
+def test_of_long_lists_workers_hear_what_they_can_have(
+    make_lab: MakeLab, tmp_path: Path, results: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B37: what is prefetched is dropped, and nobody's memory is filled with what no worker has."""
+    monkeypatch.setattr(control, "MOST", 3)
+    lab = make_lab(f"sqlite:///{tmp_path}/broker.db", {**results, "worker_prefetch_multiplier": 4})
+    worker = lab.start_worker("-c1")
+    gate = lab.folder / "gate"
+    lab.send("hold_until", str(gate))
+    prefetched = lab.send("work", 0)
+    wait_for(lambda: prefetched in worker.text(), 20, "it is prefetched")
+    waiting = lab.send("work", 0, countdown=3600)
+    later = str(uuid.uuid4())
+    lab.app.control.revoke([prefetched, waiting, later, "unknown"])
+    wait_heard(lab, worker)
+    heard = lab.app.control.inspect([worker.name]).revoked()
+    assert heard == {worker.name: [prefetched]}
+    gate.touch()
+    lab.send("work", 0, task_id=later)
+    wait_revoked(lab, prefetched, waiting, later)
+    run_one(lab)
+    assert [lab.journal.starts(id) for id in (prefetched, waiting, later)] == [0, 0, 0]
+    assert lab.broker.revocations.count() == 4
+    lab.app.pool.force_close_all()
+
+
+def test_commands_that_mean_nothing(make_lab: MakeLab, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Other commands, and revocations of nothing or of what is no id, are broadcast and change nothing."""
+    lab = make_lab(f"sqlite:///{tmp_path}/broker.db")
+    lab.send("work", 0)
+    for arguments in ({}, {"task_id": None}, {"task_id": []}, {"task_id": [5, None]}, {"task_id": {"a": 1}}):
+        lab.app.control.broadcast("revoke", arguments=arguments)
+    for headers in (None, [], {}, {"h": []}, ["no equals sign"], "text"):
+        lab.app.control.broadcast("revoke_by_stamped_headers", arguments={"headers": headers})
+    lab.app.control.broadcast("ping")
+    assert (lab.states(), lab.broker.revocations.any()) == ({State.PENDING: 1}, False)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_stamps_of_the_command_line(make_lab: MakeLab, tmp_path: Path, results: dict[str, Any]) -> None:
+    """The command line gives stamped headers as texts."""
+    lab = make_lab(f"sqlite:///{tmp_path}/broker.db", results)
+    id = lab.send("work", 0, stamped_headers=["customer"], customer="c1")
+    done = celery(lab, "control", "revoke_by_stamped_headers", "customer=c1")
+    assert state_of(lab, id) == states.REVOKED, done
 
 
 def test_terminated_task_is_not_redelivered(make_lab: MakeLab, main_url: str, results: dict[str, Any]) -> None:
@@ -268,7 +324,10 @@ def test_purge_counts_what_waits(make_lab: MakeLab, main_url: str) -> None:
     wait_for(lambda: lab.journal.starts() == 2, 20, "two run")
     for number in range(15):
         lab.send("work", 0, countdown=1.0 if number < 5 else None)
-    assert lab.app.control.purge() == 15
+    if main_url.startswith("sqlite"):
+        assert lab.app.control.purge() == 15
+    else:
+        assert b"Purged 15 messages" in celery(lab, "purge", "-f").stdout
     gate.touch()
     wait_for(lambda: lab.journal.ended() == running, 20, "the two end")
     wait_for(lambda: settled(lab), 20, "and are settled")
