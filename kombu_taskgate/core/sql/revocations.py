@@ -37,11 +37,7 @@ class SqlRevocations:
     def _add(self, conn: sa.Connection, part: Sequence[Revocation], keep: int) -> None:
         until = conn.execute(self._sql.current_time, self._sql.time()).scalar_one() + keep
         rows = [{"p_value": one.value, "p_header": one.header, "p_until": until} for one in part]
-        insert = self._sql.insert_revocation
-        if conn.dialect.insert_executemany_returning:
-            # Only then are many rows sent in one statement; what is returned does not matter.
-            insert = insert.returning(self._sql.tables.revocations.c.until_)
-        conn.execute(insert, rows)
+        conn.execute(self._sql.insert_revocation, rows)
         for keys in _by_header(part):
             conn.execute(self._sql.prolong_revocations, {**keys, "p_until": until})
 
