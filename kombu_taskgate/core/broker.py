@@ -284,8 +284,12 @@ class Broker(Protocol):
         :data:`.watch.LOOK_ON` seconds.
         """
 
-    def due_in(self) -> float:
-        """Seconds until the first delayed execution is due, by the last claim that found nothing; may be infinite."""
+    def due_in(self) -> float | None:
+        """Seconds until the first delayed execution is due, by the last look that found nothing; may be infinite.
+
+        ``None``: nobody has looked since the last claim. What is delayed, and what others had locked during the claim,
+        is not known then: look once more before sleeping for long.
+        """
 
     def wake(self) -> None:
         """Wake this process's waiting ``dequeue`` calls, so that they look again."""

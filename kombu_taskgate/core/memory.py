@@ -649,7 +649,7 @@ class MemoryBroker:
     def watch(self, wake: Wake) -> Watch:
         return Polling(self.settings.poll_max)
 
-    def due_in(self) -> float:
+    def due_in(self) -> float | None:
         return math.inf
 
     def wake(self) -> None:

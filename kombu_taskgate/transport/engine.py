@@ -406,6 +406,8 @@ class DeliveryEngine:
                 for consumer in window.consumers_of(queue)
             ]
             self._found_nothing.difference_update(concerned)
+            if concerned:
+                self._look_on = time.monotonic() + LOOK_ON
             # Who has no room looks when it has some.
             if not self._stopping and any(
                 window.flow and window.free(no_ack=no_ack) > 0 for window, no_ack in concerned
@@ -648,6 +650,7 @@ class DeliveryEngine:
             intakes = self._intakes(anyway=bool(batch.acks))
             wakes = self._wakes
         requests: list[_Request] = []
+        failed = True
         try:
             self._settler.write_others(batch)
             if intakes and self._keeper.may_claim:
@@ -665,10 +668,12 @@ class DeliveryEngine:
                     request.curbed = request.would_take_more(claims)
                     self._admit(claims)
             self._settler.write_acks(batch)
+            failed = False
         finally:
             with self._lock:
                 self._pending.put_back(batch)
-                self._plan_next_look(requests, began=began, woken=wakes != self._wakes)
+                # A look that failed has not found that there is nothing.
+                self._plan_next_look(requests, began=began, woken=failed or wakes != self._wakes)
         if self._retired is None and time.monotonic() >= self._upkeep_at:
             self._upkeep_at = time.monotonic() + self._upkeep()
 
@@ -700,15 +705,16 @@ class DeliveryEngine:
             longest = min(self.settings.poll_max, self._watch.longest_pause)
             self._poll_pause = min(self._poll_pause * 2, longest)
         self._untold = False
-        if self._watch.live and now >= self._look_on:
-            self._poll_at = now + self._sleep_until_told()
+        due_in = self.broker.due_in()
+        # The look must have begun after the time to look on, however long its answer took.
+        if self._watch.live and began >= self._look_on and due_in is not None:
+            self._poll_at = now + self._sleep_until_told(due_in)
         else:
             self._poll_at = now + self._poll_pause * random.uniform(0.8, 1.0)
 
-    def _sleep_until_told(self) -> float:
+    def _sleep_until_told(self, due_in: float) -> float:
         """How long to sleep where the store tells of new work: until something is due, or a word may have been lost."""
         longest = self._watch.longest_pause * random.uniform(0.8, 1.0)
-        due_in = self.broker.due_in()
         self._untold = due_in > longest
         return longest if self._untold else max(self.settings.poll_min, due_in)
 

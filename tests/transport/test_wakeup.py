@@ -9,14 +9,16 @@ from types import SimpleNamespace
 import pytest
 import sqlalchemy as sa
 
+from kombu_taskgate.core.errors import StoreUnavailable
 from kombu_taskgate.core.memory import MemoryBroker, MemoryStore
 from kombu_taskgate.core.model import NewTask
 from kombu_taskgate.core.settings import BrokerSettings
 from kombu_taskgate.core.sql import SqlBroker
 from kombu_taskgate.core.watch import LOOK_ON
 from kombu_taskgate.testing.stores import InDatabase
-from kombu_taskgate.testing.threads import wait_until
+from kombu_taskgate.testing.threads import DEADLINE, wait_until
 from kombu_taskgate.transport import declared as declared_module
+from kombu_taskgate.transport import engine as engine_module
 from kombu_taskgate.transport.codec import Envelope, encode
 from tests.transport.conftest import connections
 from tests.transport.helpers import consuming, drain
@@ -129,6 +131,112 @@ def test_work_that_nobody_told_of_is_found_and_makes_doubt(store, elsewhere, mon
         drain(connection, taken, 2)
         assert doubts == [None]
     next(made, None)
+
+
+def untold(elsewhere: SqlBroker, text: str) -> None:
+    """Publish as if the queue had been announced a moment ago."""
+    due = elsewhere._notifier.due
+    elsewhere._notifier.due = lambda queues: []
+    try:
+        elsewhere.enqueue(NewTask("q", message(text)))
+    finally:
+        elsewhere._notifier.due = due
+
+
+def filled(connection, elsewhere: SqlBroker, taken) -> None:
+    """Wait until the only place is taken, and nobody looks because of it any more."""
+    elsewhere.enqueue(NewTask("q", message("first")))
+    drain(connection, taken, 1)
+    engine = connection.connection.engine
+    wait_until(lambda: time.monotonic() > engine._look_on, "it does not look on")
+
+
+@pytest.mark.postgresql
+def test_what_is_delayed_while_there_is_no_room_is_found_when_it_is_due(connection, elsewhere):
+    with consuming(connection, "q", prefetch=1) as taken:
+        idle(connection, Statements(connection.connection.broker))
+        filled(connection, elsewhere, taken)
+        elsewhere.enqueue(NewTask("q", message("later"), delay=1.0))
+        taken[0].ack()
+        drain(connection, taken, 2)
+
+
+@pytest.mark.postgresql
+def test_who_hears_of_work_without_room_for_it_looks_on_all_the_same(connection, elsewhere, monkeypatch):
+    monkeypatch.setattr(engine_module, "LOOK_ON", DEADLINE)
+    with consuming(connection, "q", prefetch=1) as taken:
+        engine = connection.connection.engine
+        wait_until(lambda: engine._watch.live, "it listens")
+        elsewhere.enqueue(NewTask("q", message("first")))
+        drain(connection, taken, 1)
+        engine._look_on = 0.0
+        heard: list[object] = []
+        wake = engine.wake
+        monkeypatch.setattr(engine, "wake", lambda queues: heard.append(wake(queues)))
+        wait_until(lambda: elsewhere._notifier.due(["q"]), "the queue is announced again")
+        elsewhere.enqueue(NewTask("q", message("somebody else's")))
+        assert len(elsewhere.dequeue(["q"])) == 1
+        wait_until(lambda: heard, "it has heard")
+        taken[0].ack()
+        wait_until(lambda: engine._found_nothing and engine.broker.due_in() is not None, "it has found nothing, twice")
+        untold(elsewhere, "second")
+        drain(connection, taken, 2)
+
+
+@pytest.mark.postgresql
+def test_a_look_that_took_long_is_not_the_last_one(connection, elsewhere, monkeypatch):
+    with consuming(connection, "q") as taken:
+        idle(connection, Statements(connection.connection.broker))
+        engine = connection.connection.engine
+        claim = engine.broker.ack_and_dequeue
+        slow = iter([True])
+
+        def claim_slowly(*args, **options):
+            found = claim(*args, **options)
+            if next(slow, False):
+                untold(elsewhere, "too late for this look")
+                wait_until(lambda: time.monotonic() > engine._look_on, "the time to look on is over")
+            return found
+
+        monkeypatch.setattr(engine.broker, "ack_and_dequeue", claim_slowly)
+        engine.wake(["q"])
+        drain(connection, taken, 1)
+
+
+@pytest.mark.postgresql
+def test_a_look_that_failed_is_repeated(connection, elsewhere, monkeypatch):
+    with consuming(connection, "q") as taken:
+        idle(connection, Statements(connection.connection.broker))
+        engine = connection.connection.engine
+        claim = engine.broker.ack_and_dequeue
+        failing = iter([True])
+
+        def claim_or_fail(*args, **options):
+            if next(failing, False):
+                wait_until(lambda: time.monotonic() > engine._look_on, "the time to look on is over")
+                raise StoreUnavailable("no connection was free for long")
+            return claim(*args, **options)
+
+        monkeypatch.setattr(engine.broker, "ack_and_dequeue", claim_or_fail)
+        elsewhere.enqueue(NewTask("q", message("told")))
+        drain(connection, taken, 1)
+
+
+@pytest.mark.postgresql
+def test_what_somebody_held_while_it_was_looked_for_is_found_afterwards(connection, elsewhere):
+    with consuming(connection, "q", prefetch=1) as taken:
+        filled(connection, elsewhere, taken)
+        untold(elsewhere, "second")
+        task = elsewhere.tables.tasks
+        with elsewhere.database.engine.connect() as other:
+            # A claim that is about to fail with its process.
+            other.exec_driver_sql("BEGIN")
+            other.execute(sa.select(task.c.id).where(task.c.state == "pending").with_for_update())
+            taken[0].ack()
+            engine = connection.connection.engine
+            wait_until(lambda: not engine._pending and engine._found_nothing, "it has looked, and got nothing")
+            other.exec_driver_sql("ROLLBACK")
+        drain(connection, taken, 2)
 
 
 # -- SQLite ----------------------------------------------------------------------------------------

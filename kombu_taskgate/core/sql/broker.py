@@ -181,7 +181,7 @@ class SqlBroker:
             return self._listener.watch(wake)
         return Polling(self._pause)
 
-    def due_in(self) -> float:
+    def due_in(self) -> float | None:
         """See the contract."""
         return self._looks.due_in()
 
@@ -286,6 +286,8 @@ class SqlBroker:
         if not leases and (not names or (self._quiet and not self._looks.anything(names))):
             return [], []
         result = self._run(part, confirm=done)
+        if names:
+            self._looks.forget()
         self._quiet = bool(names) and not result[1]
         return result
 

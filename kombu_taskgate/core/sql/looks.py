@@ -43,14 +43,19 @@ class Looks:
         self._database = database
         self._sql = sql
         self._probes = probes
-        #: Monotonic time at which the first delayed execution is due, as the last look showed.
-        self._due_at = 0.0
+        #: Monotonic time at which the first delayed execution is due, as the last look showed; ``None``: not known.
+        self._due_at: float | None = None
         #: By queues: what the mark was before a look that found nothing, and until when that is believed.
         self._nothing: dict[frozenset[str], tuple[object, float]] = {}
 
-    def due_in(self) -> float:
-        """Seconds until the first delayed execution is due, by the last look; infinite when there was none."""
-        return max(0.0, self._due_at - time.monotonic())
+    def due_in(self) -> float | None:
+        """See :meth:`..broker.Broker.due_in`."""
+        due_at = self._due_at
+        return None if due_at is None else max(0.0, due_at - time.monotonic())
+
+    def forget(self) -> None:
+        """Somebody claims without looking: a claim tells neither what is delayed nor what others have locked."""
+        self._due_at = None
 
     def anything(self, queues: Sequence[str]) -> bool:
         """Whether a claim from these queues may find something."""
@@ -59,7 +64,8 @@ class Looks:
         name = frozenset(queues)
         mark = self._database.change_mark()
         known, until = self._nothing.get(name, (None, 0.0))
-        if mark == known and time.monotonic() < min(until, self._due_at):
+        due_at = self._due_at
+        if due_at is not None and mark == known and time.monotonic() < min(until, due_at):
             return False
         if self._look(queues):
             return True
