@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Collection, Iterable
 
-from .watch import ANNOUNCE_EVERY
+from .watch import ANNOUNCE_EVERY, LOOK_ON
 
 #: PostgreSQL takes payloads of less than 8000 bytes.
 LONGEST = 7900
@@ -33,9 +33,17 @@ class Notifier:
         now, sent = time.monotonic(), self._sent
         return [queue for queue in queues if now - sent.get(queue, -ANNOUNCE_EVERY) >= ANNOUNCE_EVERY]
 
-    def sent(self, queues: Collection[str]) -> None:
-        """Note that they are announced: the transaction that did is committed."""
+    def sent(self, queues: Collection[str], since: float) -> None:
+        """Note that they are announced: the transaction that did is committed.
+
+        Args:
+            queues: their names.
+            since: monotonic time before its commit. When that is long ago, whoever heard may have stopped looking
+                (this process may have been frozen right after the commit), and the next to come announces again.
+        """
         now = time.monotonic()
+        if now - since > LOOK_ON / 2:
+            return
         if len(self._sent) > _MOST:
             # What other threads note meanwhile may be forgotten: it is announced once more than needed.
             self._sent = {queue: at for queue, at in list(self._sent.items()) if now - at < ANNOUNCE_EVERY}

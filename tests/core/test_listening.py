@@ -16,6 +16,7 @@ from kombu_taskgate.core.model import FailKind, NewTask
 from kombu_taskgate.core.notifier import LONGEST, Notifier, queues_of, work_in
 from kombu_taskgate.core.sql import SqlBroker
 from kombu_taskgate.core.topology import Binding, Exchange, Queue
+from kombu_taskgate.core.watch import LOOK_ON
 from kombu_taskgate.testing.stores import InDatabase
 from kombu_taskgate.testing.threads import wait_until
 
@@ -128,6 +129,15 @@ def test_a_commit_that_took_longer_than_silence_is_announced_after_it(teller, he
     teller.database.fault = lambda point: time.sleep(2 * notifier_module.ANNOUNCE_EVERY)
     teller.enqueue(NewTask("q"))
     assert heard() == [work_in(["q"])]
+
+
+def test_an_announcement_of_long_ago_silences_nobody(teller, heard):
+    """Whoever heard of the first may have stopped looking before this process was able to go on."""
+    teller.database.fault = lambda point: time.sleep(LOOK_ON if point == "after_commit" else 0.0)
+    teller.enqueue(NewTask("q"))
+    teller.database.fault = None
+    teller.enqueue(NewTask("q"))
+    assert heard() == 2 * [work_in(["q"])]
 
 
 def test_nothing_is_told_of_what_is_rolled_back(teller, heard):
@@ -290,7 +300,7 @@ def test_queues_are_due_once(monkeypatch):
     monkeypatch.setattr(notifier_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     notifier = Notifier()
     assert notifier.due(["a", "b"]) == ["a", "b"]
-    notifier.sent(["a"])
+    notifier.sent(["a"], now[0])
     assert notifier.due(["a", "b"]) == ["b"]
     now[0] += 2 * notifier_module.ANNOUNCE_EVERY
     assert notifier.due(["a", "b"]) == ["a", "b"]
@@ -301,6 +311,6 @@ def test_what_was_sent_is_not_remembered_for_ever(monkeypatch):
     monkeypatch.setattr(notifier_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     notifier = Notifier()
     for number in range(5000):
-        notifier.sent([str(number)])
+        notifier.sent([str(number)], now[0])
         now[0] += 1.0
     assert len(notifier._sent) < 1100

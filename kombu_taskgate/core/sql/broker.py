@@ -119,19 +119,19 @@ class SqlBroker:
         confirm: Confirm[T] | None = None,
         reserved: bool = False,
     ) -> T:
-        works: list[tuple[Work, list[str]]] = []
+        works: list[tuple[Work, list[str], float]] = []
 
         def attempt(conn: sa.Connection) -> T:
             work = self._work(conn)
             result = part(work)
             told = self._tell(work) if self._tells and work.woken else []
-            works.append((work, told))
+            works.append((work, told, time.monotonic()))
             return result
 
         result = self.database.transaction(attempt, confirm=confirm, reserved=reserved)
-        work, told = works[-1]
+        work, told, since = works[-1]
         if work.woken and self._tells:
-            self._told(work.woken, told)
+            self._told(work.woken, told, since)
         if self._notify is not None:
             self._announce(work)
         return result
@@ -148,17 +148,18 @@ class SqlBroker:
             work.run(self.sql.notify, p_channel=self._channel, p_text=work_in(due))
         return due
 
-    def _told(self, woken: Collection[str], told: Collection[str]) -> None:
+    def _told(self, woken: Collection[str], told: Collection[str], since: float) -> None:
         """After the commit: what was left out because it had just been told, and has taken longer, is told now."""
-        self._notifier.sent(told)
+        self._notifier.sent(told, since)
         late = [queue for queue in self._notifier.due(woken) if queue not in told]
         if late:
+            since = time.monotonic()
             try:
                 self._send(work_in(late))
             except TaskgateError as error:
                 logger.debug("queues %s have work that nobody was told of: %s", late, error)
             else:
-                self._notifier.sent(late)
+                self._notifier.sent(late, since)
 
     def _send(self, text: str) -> None:
         parameters = {"p_channel": self._channel, "p_text": text}
