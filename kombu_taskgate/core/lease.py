@@ -175,7 +175,12 @@ class LeaseKeeper:
                 continue
             for kept in self._kept.values():
                 if time.monotonic() >= kept.next and not self._stopping:
-                    self._round(kept)
+                    try:
+                        self._round(kept)
+                    except Exception:
+                        # A keeper that dies silently would let its holder's leases end while it works.
+                        logger.exception("a round of renewing the leases of %s failed", self._owner)
+                        self._soon(kept)
 
     def _round(self, kept: _Kept) -> None:
         attempt = time.monotonic()
@@ -186,8 +191,7 @@ class LeaseKeeper:
         try:
             found = self._broker.renew_session(kept.session, look=look)
         except TaskgateError as error:
-            # Try again soon: there are two thirds of the lease time left for it.
-            kept.next = time.monotonic() + min(1.0, kept.session.ttl / 10)
+            self._soon(kept)
             if not self._failing:
                 self._failing = True
                 logger.warning("leases of %s can't be renewed now, will try again: %s", self._owner, error)
@@ -203,6 +207,10 @@ class LeaseKeeper:
         self._report_lost([lease for key, lease in mine.items() if key not in here])
         self._report_canceled([lease for key, lease in mine.items() if key in here and lease.id in found.canceled])
         self._return_strange(kept, found.held)
+
+    def _soon(self, kept: _Kept) -> None:
+        """Try again soon: there are two thirds of the lease time left for it."""
+        kept.next = time.monotonic() + min(1.0, kept.session.ttl / 10)
 
     def _belongs(self, lease: Lease, kept: _Kept) -> bool:
         return self._ttls.get(getattr(lease, "queue", ""), self._default) == kept.session.ttl

@@ -6,6 +6,7 @@ Nothing here locks: all of it is used under the lock of the channel's delivery e
 from __future__ import annotations
 
 import itertools
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from typing import Any
 
 from ..core.model import Claim
 from .codec import Envelope
+
+logger = logging.getLogger("kombu_taskgate.transport")
 
 #: Most messages that are claimed ahead where no prefetch window is set.
 UNLIMITED = 100
@@ -74,6 +77,8 @@ class Window:
         #: Deliveries whose callback has not returned: the consumer may not have counted them yet. Only the thread
         #: that drains writes it.
         self.in_hand = 0
+        #: Whether it has been told that ``can_start`` raises.
+        self._failing = False
         self.consumers: dict[str, Consumer] = {}
         #: When room came up that nobody has filled yet (monotonic seconds).
         self.room_since = 0.0
@@ -98,8 +103,18 @@ class Window:
         taken = buffered + (self._counted if self.prefetch_count else 0)
         free = self.size(no_ack=False) - taken
         if self.can_start is not None and free > 0:
-            free = min(free, self.can_start() - buffered - self.in_hand)
+            free = min(free, self._could_start() - buffered - self.in_hand)
         return free
+
+    def _could_start(self) -> int:
+        """What the consumer says; nothing when it fails, for who asks are the pump, the keeper and who settles."""
+        try:
+            return 0 if self.can_start is None else self.can_start()
+        except Exception:
+            if not self._failing:
+                logger.exception("a consumer can't tell how much it could start, so it gets nothing until it can")
+            self._failing = True
+            return 0
 
     @property
     def curbed(self) -> bool:

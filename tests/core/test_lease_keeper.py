@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -140,6 +141,31 @@ def test_no_claims_while_renewal_fails(broker: Flaky, kept: Kept) -> None:
         time.sleep(0.001)
     broker.down = False
     wait_for(lambda: kept.keeper.may_claim, "trusted again")
+
+
+@pytest.mark.parametrize("where", ["renewal", "callback"])
+def test_a_bug_does_not_end_the_thread(broker: Flaky, kept: Kept, where: str, caplog: pytest.LogCaptureFixture) -> None:
+    lease = claim(broker, kept.keeper)
+    kept.keeper.hold([lease])
+    bugs = [RuntimeError("a bug"), RuntimeError("another")]
+
+    def fail(*args: object, **options: object) -> Any:
+        if bugs:
+            raise bugs.pop()
+        return renew(*args, **options)  # type: ignore[arg-type]
+
+    renew = broker.renew_session
+    if where == "renewal":
+        broker.renew_session = fail  # type: ignore[method-assign]
+    else:
+        kept.keeper._on_canceled = fail
+        broker.cancel(lease.id)
+        bugs.pop()
+    wait_for(lambda: "failed" in caplog.text and not bugs, "the bug is told")
+    seen = broker.renewals
+    wait_for(lambda: broker.renewals >= seen + 3, "it goes on")
+    assert broker.reap_expired() == 0
+    assert kept.keeper.may_claim
 
 
 def test_stop_gives_everything_back(broker: Flaky) -> None:

@@ -394,6 +394,24 @@ def test_nothing_is_claimed_while_leases_can_not_be_renewed(connect_memory, monk
         monkeypatch.undo()
 
 
+def test_a_consumer_that_can_not_tell_its_room_gets_nothing_and_may_settle(connect_memory, caplog):
+    connection = connect_memory()
+    channel = connection.channel()
+    answers: list[int] = [1]
+    with consuming(connection, "q", prefetch=4, channel=channel) as taken:
+        channel.limit_claims(lambda: answers[0])
+        publish(connection, "q", 1, 2)
+        drain(connection, taken, 1)
+        del answers[:]
+        wait_until(lambda: bool(records(caplog, "can't tell how much it could start")), "it is told")
+        taken[0].ack()
+        wait_until(lambda: size(connection, "q") == 1, "the first is settled")
+        assert nothing_comes(connection)
+        answers.append(1)
+        drain(connection, taken, 2)
+    assert len(records(caplog, "can't tell how much it could start")) == 1
+
+
 # -- lost and canceled -----------------------------------------------------------------------------
 
 
