@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from datetime import timezone, tzinfo
 from typing import Any
@@ -50,10 +51,10 @@ def columns_of(envelope: Envelope, naive: tzinfo = timezone.utc) -> Columns:
         headers.update((name, with_zone(headers[name], naive)) for name in ("eta", "expires") if headers.get(name))
     return Columns(
         type=short_text(headers.get("task")) or "",
-        task_id=short_text(headers.get("id")) or short_text(properties.get("correlation_id")),
-        root_id=short_text(headers.get("root_id")),
-        parent_id=short_text(headers.get("parent_id")),
-        group_id=short_text(headers.get("group")),
+        task_id=id_text(headers.get("id")) or id_text(properties.get("correlation_id")),
+        root_id=id_text(headers.get("root_id")),
+        parent_id=id_text(headers.get("parent_id")),
+        group_id=id_text(headers.get("group")),
         priority=priority,
         run_at=parse_instant(headers.get("eta"), naive) if is_task else None,
         expires_at=parse_instant(headers.get("expires"), naive) if is_task else None,
@@ -91,6 +92,19 @@ def short_text(value: Any) -> str | None:
     if not isinstance(value, str):
         return None
     return value.replace("\0", "").encode("utf-8", "replace").decode()[:MAX_NAME] or None
+
+
+def id_text(value: Any) -> str | None:
+    """An id as every store can hold it. One that has to be changed for that ends in its digest.
+
+    By ids executions are told apart: two that only begin alike must not become one, or revoking the one would cancel
+    the other.
+    """
+    text = short_text(value)
+    if text is None or text == value:
+        return text
+    digest = hashlib.sha256(value.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{text[: MAX_NAME - len(digest) - 1]}~{digest}"
 
 
 def _seconds(value: Any) -> float | None:

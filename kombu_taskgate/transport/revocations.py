@@ -17,7 +17,7 @@ from ..core.broker import Broker
 from ..core.model import MAX_NAME, Claim
 from ..core.revocations import Revocation
 from .codec import Envelope
-from .columns import short_text
+from .columns import id_text, short_text
 from .control import is_mailbox
 from .errors import Undecodable
 
@@ -29,7 +29,7 @@ BELIEVED = 5.0
 
 def of_task(task_id: Any) -> Revocation | None:
     """The revocation of a task id; ``None`` for what is no id."""
-    text = short_text(task_id)
+    text = id_text(task_id)
     return None if text is None else Revocation(text)
 
 
@@ -38,7 +38,10 @@ def of_stamp(header: Any, stamp: Any) -> Revocation | None:
     name = short_text(header)
     if name is None:
         return None
-    text = json.dumps(stamp, sort_keys=True, default=str)
+    try:
+        text = json.dumps(stamp, sort_keys=True, default=str)
+    except (TypeError, ValueError, RecursionError):  # its keys have no order, or it has no end
+        return None
     if len(text) > MAX_NAME:
         text = "sha256:" + hashlib.sha256(text.encode()).hexdigest()
     return Revocation(text, name)
@@ -58,7 +61,7 @@ def revocable_by(message: Envelope) -> list[Revocation]:
     names, stamps = headers.get("stamped_headers"), headers.get("stamps")
     if isinstance(names, (list, tuple)) and isinstance(stamps, dict):
         for name in names:
-            if stamps.get(name) is not None:
+            if isinstance(name, str) and stamps.get(name) is not None:
                 found.extend(of_stamp(name, stamp) for stamp in several(stamps[name]))
     return [one for one in found if one is not None]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from datetime import datetime, timezone
 from typing import Any
 
 import kombu
@@ -16,6 +17,7 @@ from kombu_taskgate.core.revocations import Revocation
 from kombu_taskgate.core.settings import BrokerSettings
 from kombu_taskgate.transport import control, revocations
 from kombu_taskgate.transport.codec import Envelope
+from kombu_taskgate.transport.columns import columns_of
 from kombu_taskgate.transport.errors import BrokerUnavailable
 from kombu_taskgate.transport.revocations import RevokedClaims, of_stamp, of_task, revocable_by
 from tests.transport.helpers import consuming, drain, get, nothing_comes, publish, size
@@ -114,6 +116,28 @@ def test_long_and_strange_stamps_can_be_stored():
     assert of_stamp("h", {"a": [2], "b": 1}) == of_stamp("h", {"b": 1, "a": [2]})
     assert of_stamp(None, 1) is None
     assert of_task(5) is None
+
+
+def test_ids_that_begin_alike_are_revoked_one_by_one():
+    ids = ["x" * 255, "x" * 255 + "y", "x" * 255 + "z", "a\0b", "ab", "\ud800", "\ud801", "?"]
+    found = {of_task(id) for id in ids}
+    assert len(found) == len(ids)
+    MemoryBroker(BrokerSettings("memory://")).revocations.add([one for one in found if one is not None], 1)
+    for id in ids:
+        assert of_task(id) == of_task(columns_of(Envelope(b"", headers={"task": "t", "id": id})).task_id)
+
+
+def test_stamps_of_any_shape_do_not_keep_others_waiting(connect, observer):
+    connection = connect()
+    strange: list[Any] = [["unhashable"], {"a": 1}, None, 5, "twice"]
+    with consuming(connection, "q") as taken:
+        connection.connection.broker.revocations.add([Revocation("other")], 60)
+        connection.connection.revoked()
+        stamps = {"twice": [{"of": datetime(2020, 1, 1, tzinfo=timezone.utc)}], "5": {1: 2}}
+        publish(connection, "q", 1, headers={"task": "t", "id": "one", "stamped_headers": strange, "stamps": stamps})
+        publish(connection, "q", 2, headers={"task": "t", "id": "two"})
+        drain(connection, taken, 2)
+    assert of_stamp("h", {1: 2, "a": 3}) is None
 
 
 class Counting:
