@@ -26,7 +26,9 @@ def route(router: Router, envelope: Envelope) -> list[str]:
     Raises:
         NotFound: there is no such exchange.
     """
-    transient = envelope.properties.get("delivery_mode") in TRANSIENT
+    # A task is never among what may be lost, whatever its sender's default delivery mode says.
+    is_task = envelope.headers.get("task") is not None
+    transient = not is_task and envelope.properties.get("delivery_mode") in TRANSIENT
     return router.route(envelope.exchange, envelope.routing_key, envelope.headers, transient=transient)
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kombu.exceptions import ChannelError
 
+from kombu_taskgate.core.sql.topology import SqlTopology
 from kombu_taskgate.core.topology import Binding, Exchange
 from kombu_taskgate.transport.errors import NotFound, PreconditionFailed
 from kombu_taskgate.transport.routing import matching, topic_matches
@@ -142,6 +143,20 @@ def test_an_exchange_declared_right_after_the_error_is_known(connect_memory):
     kombu.Queue("late-queue", kombu.Exchange("late"), "k")(there.default_channel).declare()
     kombu.Producer(here).publish(1, exchange="late", routing_key="k")
     assert get(here, "late-queue") == 1
+
+
+def test_tasks_are_routed_by_the_bindings_of_this_moment_also_transient_ones(connect, monkeypatch):
+    # What is bound here is bound by another process: nothing tells of it but the tables.
+    monkeypatch.setattr(SqlTopology, "forget_bindings", lambda topology: None)
+    connection = connect()
+    channel = connection.channel()
+    channel.exchange_declare("x", type="topic")
+    producer = kombu.Producer(channel, exchange=kombu.Exchange("x", type="topic"))
+    producer.publish("dropped", routing_key="k", headers={"task": "t", "id": "1"}, delivery_mode="transient")
+    channel.queue_declare("q")
+    channel.queue_bind("q", "x", "k")
+    producer.publish("kept", routing_key="k", headers={"task": "t", "id": "2"}, delivery_mode="transient")
+    assert size(connection, "q") == 1
 
 
 def test_messages_no_binding_wants_are_dropped_and_mandatory_ones_returned(connect_memory):
