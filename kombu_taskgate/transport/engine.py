@@ -59,6 +59,8 @@ LAST_TRY = 5.0
 COLLECT_AFTER = 2.0
 #: Seconds without a consumer and without anything to settle after which an engine rests, until it is used again.
 REST_AFTER = 30.0
+#: Seconds for which whoever has found work that nobody told of looks for it as if nobody ever told.
+LOOK_AFTER_UNTOLD = 600.0
 #: How often things are looked at that tell nobody when they change.
 LOOK = 0.25
 #: The same of a consumer that can't start anything at the moment; it costs the database nothing.
@@ -183,6 +185,8 @@ class DeliveryEngine:
         self._poll_pause = self.settings.poll_min
         #: Whoever has heard or found something goes on looking until then, see core/watch.py.
         self._look_on = 0.0
+        #: Whoever has found what nobody told of does not count on being told until then.
+        self._look_until = 0.0
         #: Whether the next look is one that nobody is expected to have to tell of.
         self._untold = False
         self._watch: Watch = Polling(self.settings.poll_max)
@@ -698,7 +702,10 @@ class DeliveryEngine:
         found = any(request.found for request in requests)
         if found:
             if self._untold:
+                # The connection may have died, or there are publishers who do not tell: an older version, or one with
+                # listen=False.
                 self._watch.doubt()
+                self._look_until = now + LOOK_AFTER_UNTOLD
             self._poll_pause = self.settings.poll_min
             self._look_on = now + LOOK_ON
         else:
@@ -707,7 +714,7 @@ class DeliveryEngine:
         self._untold = False
         due_in = self.broker.due_in()
         # The look must have begun after the time to look on, however long its answer took.
-        if self._watch.live and began >= self._look_on and due_in is not None:
+        if self._watch.live and began >= max(self._look_on, self._look_until) and due_in is not None:
             self._poll_at = now + self._sleep_until_told(due_in)
         else:
             self._poll_at = now + self._poll_pause * random.uniform(0.8, 1.0)
