@@ -688,11 +688,13 @@ class DeliveryEngine:
             window.room_since = now
         if not requests:
             if not self._keeper.may_claim:
-                self._poll_at = max(self._poll_at, now + LOOK)
+                # Not later, however long somebody with room has been sleeping: others have got room since.
+                self._poll_at = now + LOOK
                 self._found_nothing.update((window, no_ack) for window in self._windows for no_ack in (False, True))
             return
         for request in requests:
-            keys = {intake.key for intake in request.intakes}
+            # But for a channel that has been closed meanwhile.
+            keys = {intake.key for intake in request.intakes if intake.window in self._windows}
             self._found_nothing = self._found_nothing - keys if request.full else self._found_nothing | keys
         full = any(request.full for request in requests)
         self._split = any(request.curbed for request in requests) or (self._split and full)
@@ -752,11 +754,11 @@ class DeliveryEngine:
         decoded = [(claim, self._decode(claim)) for claim in claims]
         # Before anybody can see them: a lease that is not held is not renewed.
         self._keeper.hold(claims)
-        unknown: TaskgateError | None = None
+        unknown: Exception | None = None
         revoked: set[int] = set()
         try:
             revoked = self.revoked.among(decoded)
-        except TaskgateError as error:
+        except Exception as error:  # noqa: BLE001  # raised again below: what is held must go somewhere first
             unknown = error
         for claim, envelope in decoded:
             # Told before it is settled: if this process ends in between, the next claim tells it again.

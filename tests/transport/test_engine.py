@@ -412,6 +412,60 @@ def test_a_consumer_that_can_not_tell_its_room_gets_nothing_and_may_settle(conne
     assert len(records(caplog, "can't tell how much it could start")) == 1
 
 
+def test_room_that_comes_while_leases_can_not_be_renewed_is_filled_afterwards(connect_memory, monkeypatch):
+    connection = connect_memory()
+    with consuming(connection, "q", prefetch=1) as taken:
+        publish(connection, "q", 1, 2)
+        drain(connection, taken, 1)
+        engine = connection.connection.engine
+        with monkeypatch.context() as patched:
+            patched.setattr(type(engine._keeper), "may_claim", property(lambda keeper: False))
+            # As if another channel, which has room, slept until it is told.
+            engine._poll_at = time.monotonic() + 3600.0
+            taken[0].ack()
+            wait_until(lambda: size(connection, "q") == 1 and not engine._pending and engine._found_nothing, "it waits")
+        drain(connection, taken, 2)
+
+
+def test_claims_are_given_back_when_a_bug_keeps_them_from_being_delivered(connect_memory, monkeypatch, caplog):
+    connection = connect_memory()
+    with consuming(connection, "q") as taken:
+        engine = connection.connection.engine
+        among = engine.revoked.among
+        bugs = [RuntimeError("a bug")]
+
+        def fail(claims):
+            if bugs:
+                raise bugs.pop()
+            return among(claims)
+
+        monkeypatch.setattr(engine.revoked, "among", fail)
+        publish(connection, "q", 1)
+        drain(connection, taken, 1)
+        assert taken[0].delivery_info["redelivered"] is False
+    assert records(caplog, "a turn of the delivery engine failed")
+
+
+def test_a_channel_that_is_closed_during_a_look_is_forgotten(connect_memory, monkeypatch):
+    connection = connect_memory()
+    with consuming(connection, "q"):
+        engine = connection.connection.engine
+        channel = connection.channel()
+        claim = engine.broker.ack_and_dequeue
+        window = channel.qos
+
+        def claim_and_close(*args, **options):
+            found = claim(*args, **options)
+            engine.remove_window(window)
+            return found
+
+        monkeypatch.setattr(engine.broker, "ack_and_dequeue", claim_and_close)
+        with consuming(connection, "other", channel=channel):
+            wait_until(lambda: window not in engine._windows, "it is closed")
+            wait_until(lambda: engine._found_nothing, "the look has ended")
+            assert window not in {known for known, _ in engine._found_nothing}
+
+
 # -- lost and canceled -----------------------------------------------------------------------------
 
 
