@@ -6,7 +6,6 @@ import logging
 import sys
 from typing import Any
 
-from kombu_taskgate.core.errors import ConfigError
 from kombu_taskgate.transport.connection import Connection
 from kombu_taskgate.transport.options import parse_options
 from kombu_taskgate.transport.url import database_url
@@ -53,11 +52,13 @@ def _apps() -> list[Any]:
 
 
 def _uses(app: Any, connection: Connection) -> bool:
-    for client in (app.connection_for_write(), app.connection_for_read()):
+    for connect in (app.connection_for_write, app.connection_for_read):
         try:
+            client = connect()
             settings, _ = parse_options(database_url(client), client.transport_options, client.connect_timeout)
-        except ConfigError:
-            continue  # another kind of broker
+        except Exception as error:  # noqa: BLE001  # another kind of broker, or one whose library is not installed
+            logger.debug("the broker of %r can't be compared: %s", app, error)
+            continue
         if settings == connection.settings:
             return True
     return False

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, _state
 
 from celery_ext.apps import app_of
 
@@ -63,6 +63,17 @@ def test_an_app_that_can_not_be_used_is_passed_over(apps: list[Celery]) -> None:
     broken = Celery("broken", set_as_current=False)
     apps.append(broken)
     broken.config_from_object("no.such.module", silent=False)
+    app = make(apps)
+    with app.connection_for_write() as connection:
+        assert app_of(connection.connection, "celery") is app
+
+
+@pytest.mark.parametrize("url", ["no-such-transport://", "kombu.no.such.module:Transport://"])
+def test_an_app_whose_transport_can_not_be_loaded_is_passed_over(
+    apps: list[Celery], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose library is not installed here; it may be the current one."""
+    monkeypatch.setattr(_state._tls, "current_app", make(apps, broker_url=url))
     app = make(apps)
     with app.connection_for_write() as connection:
         assert app_of(connection.connection, "celery") is app

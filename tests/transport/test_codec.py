@@ -8,6 +8,7 @@ import uuid
 from decimal import Decimal
 
 import kombu
+import kombu.utils.json as kombu_json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -160,3 +161,18 @@ def test_texts_bytes_compression_and_errors_reach_the_consumer_as_with_other_tra
     assert [message.payload for message in fetched[:4]] == ["a text", b"\x00\xff", {"big": "x" * 1000}, "bare"]
     assert fetched[0].body == b"a text"
     assert fetched[4].errors
+
+
+def test_a_registered_type_that_can_not_be_read_is_undecodable(monkeypatch):
+    """Whatever its decoder raises: it must not hold up what was claimed with it."""
+
+    class Strange(Exception):
+        pass
+
+    def refuse(value):
+        raise Strange("of another version")
+
+    monkeypatch.setitem(kombu_json._decoders, "strange", refuse)
+    line = {"v": 1, "typed": True, "body": "none", "headers": {"x": {"__type__": "strange", "__value__": 1}}}
+    with pytest.raises(Undecodable, match="of another version"):
+        decode(json.dumps({**line, "properties": {}}).encode() + b"\n")
