@@ -212,9 +212,13 @@ class Listener:
         token = TEST + uuid.uuid4().hex
         self._send(token)
         give_up = time.monotonic() + ANSWER
-        while not stop.is_set() and (left := give_up - time.monotonic()) > 0:
-            if token in hear(left):
+        while not stop.is_set():
+            left = give_up - time.monotonic()
+            # Once more when the time is over: this process may have been frozen, and the answer be there.
+            if token in hear(max(0.0, left)):
                 return True
+            if left <= 0:
+                break
         return False
 
     def _tell(self, texts: list[str]) -> None:

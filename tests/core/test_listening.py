@@ -11,6 +11,7 @@ import psycopg
 import pytest
 import sqlalchemy as sa
 
+from kombu_taskgate.core import listener as listener_module
 from kombu_taskgate.core import notifier as notifier_module
 from kombu_taskgate.core.model import FailKind, NewTask
 from kombu_taskgate.core.notifier import LONGEST, Notifier, queues_of, work_in
@@ -249,6 +250,16 @@ def test_where_notifications_do_not_arrive_it_says_so_once_and_polls(store, capl
     assert watch.longest_pause == broker.settings.poll_max
     assert caplog.text.count("does not deliver notifications") == 1
     watch.close()
+
+
+def test_an_answer_that_was_there_while_the_process_was_frozen_counts(hearer, monkeypatch):
+    listener = hearer.broker._listener
+    sent: list[str] = []
+    monkeypatch.setattr(listener, "_send", sent.append)
+    hours = iter(range(0, 360_000, 3600))
+    monkeypatch.setattr(listener_module, "time", SimpleNamespace(monotonic=lambda: float(next(hours))))
+    assert listener._arrives(lambda timeout: sent, threading.Event())
+    assert not listener._arrives(lambda timeout: [], threading.Event())
 
 
 def test_changed_bindings_are_told_so_recent_ones_are_right(hearer, teller):
