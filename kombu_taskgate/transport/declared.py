@@ -172,5 +172,9 @@ class Sweeper:
         if self._rounds % SWEEP_EVERY:
             return
         for name in self._broker.topology.unused():
+            # Asked again for each, because deleting those before it takes time: a worker that starts again under its
+            # old name may have declared it since.
+            if name not in self._broker.topology.unused():
+                continue
             number = delete_queue(self._broker, name)
             logger.info("deleted queue %r, which nobody has used for its time, and %d messages in it", name, number)

@@ -13,10 +13,14 @@ import sqlalchemy as sa
 from kombu.asynchronous.hub import Hub
 
 from kombu_taskgate.core.errors import ConfigError, StoreUnavailable
+from kombu_taskgate.core.memory import MemoryBroker, MemoryStore
 from kombu_taskgate.core.model import Filter, NewTask, State
+from kombu_taskgate.core.settings import BrokerSettings
 from kombu_taskgate.core.topology import Binding, Queue
+from kombu_taskgate.testing.clock import FakeClock
 from kombu_taskgate.testing.threads import DEADLINE, wait_until
 from kombu_taskgate.transport import connection as connection_module
+from kombu_taskgate.transport import declared as declared_module
 from kombu_taskgate.transport import engine as engine_module
 from kombu_taskgate.transport.errors import BrokerUnavailable, RecoverableConnectionError
 from tests.transport.helpers import Taken, consuming, drain, get, nothing_comes, publish, size
@@ -771,6 +775,25 @@ def test_declaring_a_queue_again_is_using_it(connect, clock):
         assert topology.unused() == []
     clock.advance(50)
     assert topology.unused() == ["q"]
+
+
+def test_a_queue_that_is_declared_again_while_others_are_deleted_stays(monkeypatch):
+    clock = FakeClock()
+    broker = MemoryBroker(BrokerSettings("memory://"), store=MemoryStore(), clock=clock)
+    for name in ("a", "b"):
+        broker.topology.declare_queue(Queue(name, expires=10.0))
+    clock.advance(11.0)
+    delete = declared_module.delete_queue
+
+    def delete_slowly(broker, name):
+        broker.topology.declare_queue(Queue("b", expires=10.0))
+        return delete(broker, name)
+
+    monkeypatch.setattr(declared_module, "delete_queue", delete_slowly)
+    sweeper = declared_module.Sweeper(broker)
+    for _ in range(declared_module.SWEEP_EVERY):
+        sweeper.sweep()
+    assert [queue.name for queue in broker.topology.queues()] == ["b"]
 
 
 def test_a_queue_somebody_else_declared_is_kept_too(connect):
