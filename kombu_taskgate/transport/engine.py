@@ -698,16 +698,18 @@ class DeliveryEngine:
             self._found_nothing = self._found_nothing - keys if request.full else self._found_nothing | keys
         full = any(request.full for request in requests)
         self._split = any(request.curbed for request in requests) or (self._split and full)
+        found = any(request.found for request in requests)
+        # Before the sleep has ended, say for an acknowledgement, a look may find what is about to be told.
+        if found and self._untold and began >= self._poll_at:
+            # The connection may have died, or there are publishers who do not tell: an older version, or one with
+            # listen=False.
+            self._watch.doubt()
+            self._look_until = now + LOOK_AFTER_UNTOLD
         if full or woken:
             self._poll_at = 0.0
+            self._untold = False
             return
-        found = any(request.found for request in requests)
         if found:
-            if self._untold:
-                # The connection may have died, or there are publishers who do not tell: an older version, or one with
-                # listen=False.
-                self._watch.doubt()
-                self._look_until = now + LOOK_AFTER_UNTOLD
             self._poll_pause = self.settings.poll_min
             self._look_on = now + LOOK_ON
         else:

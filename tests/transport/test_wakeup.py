@@ -240,18 +240,20 @@ def test_what_somebody_held_while_it_was_looked_for_is_found_afterwards(connecti
 
 
 @pytest.mark.postgresql
-def test_who_finds_what_nobody_told_of_does_not_count_on_being_told(store, monkeypatch):
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_who_finds_what_nobody_told_of_does_not_count_on_being_told(store, monkeypatch, prefetch):
     """Publishers of an older version, or with listen=False."""
     silent = store.open(listen=False)
     made = connections(f"taskgate+{store.url}", {**store.settings, "poll_listening": 1.0})
     connection = next(made)()
-    with consuming(connection, "q") as taken:
+    with consuming(connection, "q", prefetch=prefetch) as taken:
         engine = connection.connection.engine
         wait_until(lambda: engine._untold, "it sleeps until it is told")
         monkeypatch.setattr("kombu_taskgate.core.listener._Watch.longest_pause", NEVER)
         silent.enqueue(NewTask("q", message("untold")))
         drain(connection, taken, 1)
-        looked_on = engine._look_on + 2 * engine.settings.poll_max
+        taken[0].ack()
+        looked_on = time.monotonic() + LOOK_ON + 2 * engine.settings.poll_max
         wait_until(lambda: time.monotonic() > looked_on, "the time to look on is over")
         silent.enqueue(NewTask("q", message("untold too")))
         drain(connection, taken, 2)
