@@ -62,6 +62,8 @@ class WorkerStep(bootsteps.StartStopStep):
         if c.app.conf.get("worker_disable_prefetch"):
             logger.info("worker_disable_prefetch: taskgate claims no more than the pool can run (whatever Celery says)")
             c.task_consumer.channel.limit_claims(lambda: pool_room(c))
+        if not c.disable_rate_limits:
+            c.task_consumer.channel.put_aside(lambda: rate_limited(c))
         self._stop_watch()
         self._watch = ShutdownWatch(c.hostname, lambda: give_back(c))
         self._watch.start()
@@ -134,6 +136,12 @@ def pool_room(c: Any) -> int:
     scaler = getattr(c.controller, "autoscaler", None)
     size = c.pool.num_processes if scaler is None else scaler.max_concurrency
     return int(size) - len(state.reserved_requests)
+
+
+def rate_limited(c: Any) -> int:
+    """How many tasks wait in this worker for their ``rate_limit``."""
+    # A copy: remote control may change a limit in another thread.
+    return sum(len(bucket.contents) for bucket in list(c.task_buckets.values()) if bucket)
 
 
 def _tell_of_early_acks(app: Any) -> None:

@@ -284,8 +284,12 @@ class Broker(Protocol):
         :data:`.watch.LOOK_ON` seconds.
         """
 
-    def due_in(self) -> float:
-        """Seconds until the first delayed execution is due, by the last claim that found nothing; may be infinite."""
+    def due_in(self, queues: Sequence[str]) -> float:
+        """How many seconds at the least there will be nothing to claim from these queues, unless somebody adds it.
+
+        By the last dequeue from them: 0 unless that has shown that they hold nothing that could be claimed, otherwise
+        the time until the first delayed execution is due, which may be infinite.
+        """
 
     def wake(self) -> None:
         """Wake this process's waiting ``dequeue`` calls, so that they look again."""

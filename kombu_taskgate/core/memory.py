@@ -649,8 +649,8 @@ class MemoryBroker:
     def watch(self, wake: Wake) -> Watch:
         return Polling(self.settings.poll_max)
 
-    def due_in(self) -> float:
-        return math.inf
+    def due_in(self, queues: Sequence[str]) -> float:
+        return 0.0
 
     def wake(self) -> None:
         with self._store.changed:

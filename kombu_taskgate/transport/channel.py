@@ -421,6 +421,9 @@ class Channel(StdChannel):
                 delivery.consumer.callback(message)
         finally:
             self._window.in_hand -= 1
+        if self._window.put_aside is not None and self._engine is not None and self._window.aside:
+            # Perhaps this one: then there is room for another.
+            self._engine.look_for_room()
 
     def _message(self, delivery: Delivery) -> Message:
         message = Message(delivery, self)
@@ -492,6 +495,15 @@ class Channel(StdChannel):
                 anything. ``None``: no limit but the window.
         """
         self._consuming().set_limit(self._window, can_start)
+
+    def put_aside(self, put_aside: Callable[[], int] | None) -> None:
+        """Let messages that the consumer has put aside take up no places in the prefetch window (not in AMQP).
+
+        Args:
+            put_aside: how many of the unsettled messages wait for something else than the consumer, at most 1000 of
+                them count; called from the engine's thread and others: it must be quick. ``None``: none do.
+        """
+        self._consuming().set_put_aside(self._window, put_aside)
 
     def flow(self, active: bool = True) -> None:
         """Stop or go on delivering."""

@@ -358,6 +358,17 @@ class DeliveryEngine:
             window.can_start = can_start
             self._work.notify()
 
+    def set_put_aside(self, window: Window, put_aside: Callable[[], int] | None) -> None:
+        """Let what the consumer puts aside take up no places."""
+        with self._lock:
+            window.put_aside = put_aside
+            self._work.notify()
+
+    def look_for_room(self) -> None:
+        """Room may have come up that nobody has told of."""
+        with self._lock:
+            self._work.notify()
+
     def set_flow(self, window: Window, active: bool) -> None:
         """Stop or go on delivering."""
         with self._lock:
@@ -700,17 +711,15 @@ class DeliveryEngine:
             longest = min(self.settings.poll_max, self._watch.longest_pause)
             self._poll_pause = min(self._poll_pause * 2, longest)
         self._untold = False
+        pause = self._poll_pause * random.uniform(0.8, 1.0)
         if self._watch.live and now >= self._look_on:
-            self._poll_at = now + self._sleep_until_told()
-        else:
-            self._poll_at = now + self._poll_pause * random.uniform(0.8, 1.0)
-
-    def _sleep_until_told(self) -> float:
-        """How long to sleep where the store tells of new work: until something is due, or a word may have been lost."""
-        longest = self._watch.longest_pause * random.uniform(0.8, 1.0)
-        due_in = self.broker.due_in()
-        self._untold = due_in > longest
-        return longest if self._untold else max(self.settings.poll_min, due_in)
+            # The store tells of new work: sleep until something is due, or for as long as a word may have been lost.
+            longest = self._watch.longest_pause * random.uniform(0.8, 1.0)
+            due_in = min(self.broker.due_in(request.queues) for request in requests)
+            self._untold = due_in > longest
+            if due_in:
+                pause = max(self.settings.poll_min, min(longest, due_in))
+        self._poll_at = now + pause
 
     def _requests(self, intakes: Sequence[_Intake]) -> list[_Request]:
         """Bundle the wishes into as few calls as possible; each call is under one session."""

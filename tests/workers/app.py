@@ -17,7 +17,7 @@ from typing import Any
 from celery import Celery, Task
 from celery.apps.worker import Worker
 from celery.exceptions import Reject
-from celery.signals import worker_process_init
+from celery.signals import task_postrun, worker_process_init
 from celery.worker.control import control_command
 
 from kombu_taskgate.transport.errors import RecoverableConnectionError
@@ -157,6 +157,29 @@ def reject(self: Task, times: int) -> None:
 @app.task(bind=True, rate_limit="1/h")
 def seldom(self: Task) -> None:
     """Once an hour in each worker."""
+    note("start", self)
+    note("end", self)
+
+
+@app.task(bind=True)
+def end_with_worker(self: Task, marker: str) -> str:
+    """Succeed, and the first time take the whole worker along before the message is acknowledged."""
+    note("start", self)
+    return marker
+
+
+@task_postrun.connect(sender=end_with_worker)
+def _end_with_worker(retval: str, **_: object) -> None:
+    try:
+        os.close(os.open(retval, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    os.killpg(0, signal.SIGKILL)
+
+
+@app.task(bind=True)
+def limited(self: Task) -> None:
+    """To be limited by the test's settings."""
     note("start", self)
     note("end", self)
 

@@ -181,9 +181,9 @@ class SqlBroker:
             return self._listener.watch(wake)
         return Polling(self._pause)
 
-    def due_in(self) -> float:
+    def due_in(self, queues: Sequence[str]) -> float:
         """See the contract."""
-        return self._looks.due_in()
+        return self._looks.due_in(queues)
 
     def _announce(self, work: Work) -> None:
         for change in work.changes:
@@ -285,6 +285,9 @@ class SqlBroker:
         # After a claim that found nothing: an idle worker locks nothing.
         if not leases and (not names or (self._quiet and not self._looks.anything(names))):
             return [], []
+        if names:
+            # What it does not find may be locked by others, or expired and so much that not all could be dropped.
+            self._looks.forget(names)
         result = self._run(part, confirm=done)
         self._quiet = bool(names) and not result[1]
         return result
