@@ -43,7 +43,7 @@ class Looks:
         self._database = database
         self._sql = sql
         self._probes = probes
-        #: By queues: until when (monotonic seconds) they stay empty if nobody adds anything, by a look that found nothing.
+        #: By queues: until when (monotonic seconds) they stay empty, by a look that found nothing.
         self._empty: dict[frozenset[str], float] = {}
         #: By queues: what the mark was before that look, and until when that is believed.
         self._nothing: dict[frozenset[str], tuple[object, float]] = {}
