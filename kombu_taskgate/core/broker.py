@@ -83,7 +83,8 @@ class Broker(Protocol):
         ``run_at``, then id; several queues share the limit fairly, and no queue starves another.
         Each claim gets a new lease token, a lease of the queue's lease_ttl, and one more delivery. Claimed
         under a ``session``, the lease also lives while the session is renewed.
-        Expired executions met on the way become ``canceled`` (reason ``expired``); those already delivered
+        Expired executions met on the way become ``canceled`` (reason ``expired``), or are removed where their queue
+        has an ``expires`` (see :class:`.topology.Queue`) and nothing is linked to them; those already delivered
         ``max_deliveries`` times become ``failed`` (reason ``max_deliveries``). A delivery that ended in a business
         failure or a throttling is not among these: those have caps of their own.
 
@@ -197,6 +198,12 @@ class Broker(Protocol):
         session's end has passed too (at ``lease_until`` exactly it is still valid). Canceled-marked →
         ``canceled``; else lease_lost+1 → ``failed`` (reason ``lease_lost``) at ``lease_lost_max``, or
         ``pending``. Also wakes or cancels blocked executions whose parents have all ended.
+        """
+
+    def drop_expired(self, queues: Sequence[str]) -> int:
+        """Do to expired executions at the front of these queues what ``dequeue`` does; returns how many.
+
+        For queues whose consumers may be slow or gone. Behind one that has not expired others may stay.
         """
 
     def prune(self, limit: int = 1000) -> int:

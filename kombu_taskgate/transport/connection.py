@@ -19,6 +19,7 @@ from . import control, declared, process
 from .engine import DeliveryEngine
 from .errors import RecoverableConnectionError, kombu_errors
 from .options import EngineOptions
+from .publish import Trimmer
 from .routing import Router
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Connection:
         with kombu_errors():
             self.broker = open_broker(settings)
         self.router = Router(self.broker.topology)
+        self.trimmer = Trimmer(self.broker, self.router)
         self.declared = declared.Declared(self.broker)
         self.channels: list[Channel] = []
         self._ready: Ready | None = None
@@ -178,9 +180,10 @@ class Connection:
             self._engine.dispatch(MOST_AT_ONCE, LONGEST_AT_ONCE)
 
     def published(self, queues: Sequence[str]) -> None:
-        """Wake the consumers of these queues in this process."""
+        """Wake the consumers of these queues in this process, and see that those of short-lived messages stay short."""
         for engine in self._engines_here():
             engine.wake(queues)
+        self.trimmer.published(queues)
 
     def revoked(self) -> None:
         """Tell the consumers of this process that something has been revoked."""

@@ -429,6 +429,15 @@ class SqlBroker:
         parameters = self.sql.time()
         return self.database.read(lambda conn: conn.execute(self.sql.anything_lost, parameters).first()) is not None
 
+    def drop_expired(self, queues: Sequence[str]) -> int:
+        """See the contract."""
+        total = 0
+        for queue in self._looks.expired_heads(list(dict.fromkeys(queues))):
+            # In parts: one transaction over a whole queue would keep everybody else waiting.
+            while number := self._run(lambda work, queue=queue: claim.drop_expired(work, queue), confirm=repeat):  # type: ignore[misc]  # mypy can't infer a lambda with a default
+                total += number
+        return total
+
     def prune(self, limit: int = 1000) -> int:
         """See the contract."""
         number = self._run(lambda work: control.prune(work, limit), confirm=repeat)

@@ -75,6 +75,20 @@ class Looks:
         self._nothing[name] = (mark, time.monotonic() + BELIEVED)
         return False
 
+    def expired_heads(self, queues: Sequence[str]) -> list[str]:
+        """Those of the queues that begin with what nobody wants any more."""
+
+        def look(conn: sa.Connection) -> list[str]:
+            found: list[str] = []
+            for part in chunks(queues):
+                parameters = self._sql.time(**queue_parameters(part))
+                found.extend(
+                    part[place] for place in conn.execute(self._sql.expired_heads(len(part)), parameters).scalars()
+                )
+            return found
+
+        return self._database.read(look) if queues else []
+
     def _look(self, queues: Sequence[str]) -> float | None:
         """When (monotonic seconds) the first delayed execution is due; ``None`` when there is something now."""
 
