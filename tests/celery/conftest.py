@@ -15,6 +15,7 @@ from tests.workers.fixtures import (  # noqa: F401  # fixtures of this folder
     private_server,
     server_url,
 )
+from tests.workers.victims import victim  # noqa: F401  # as above
 
 
 @pytest.fixture(autouse=True)
