@@ -195,26 +195,28 @@ def test_added_and_canceled_queues_survive_killed_sessions(victim: Victim, make_
 # -- terminating where there are no processes --------------------------------------------------------------
 
 
-@pytest.fixture(params=["threads", "gevent", "solo"])
-def pool_without_processes(request: pytest.FixtureRequest) -> str:
-    if request.param == "gevent":
-        pytest.importorskip("gevent", reason="gevent is not installed: pip install gevent")
-    return str(request.param)
-
-
-def test_terminate_without_processes(make_lab: MakeLab, main_url: str, pool_without_processes: str) -> None:
+@pytest.mark.parametrize("pool", ["threads", "gevent", "solo"])
+def test_terminate_without_processes(make_lab: MakeLab, main_url: str, pool: str) -> None:
     """B46: the command is answered, nothing is thrown in the worker, and the next task runs."""
-    lab = make_lab(main_url)
-    worker = lab.start_worker("-c1", "-P", pool_without_processes)
+    # Threads are given what they have not begun, too; the others wait with the next task until they have ended one.
+    lab = make_lab(main_url, {"worker_prefetch_multiplier": 2 if pool == "threads" else 1})
+    worker = lab.start_worker("-c1", "-P", pool)
     gate = lab.folder / "gate"
     running = lab.send("hold_until", str(gate))
     wait_for(lambda: lab.journal.starts(running), 10, "it runs")
-    if pool_without_processes == "solo":  # it answers when it has time
+    if pool == "solo":  # it answers when it has time
         threading.Timer(1.0, gate.touch).start()
-    (answer,) = ask(lab, "revoke", task_id=[running], terminate=True)
+    wanted = [running]
+    if pool == "threads":
+        wanted.append(lab.send("hold_until", str(gate)))
+        wait_for(lambda: f"[{wanted[-1]}] received" in worker.text(), 10, "the other has come")
+    (answer,) = ask(lab, "revoke", task_id=wanted, terminate=True)
     assert "ok" in answer
     gate.touch()
     id = lab.send("work", 0)
     wait_for(lambda: lab.journal.ends(id), 15, "the next task runs")
     wait_for(lambda: not lab.unfinished(), 10, "all is settled")
     assert "Traceback" not in worker.text()
+    if pool == "threads":
+        assert all(f"[{id}] can't be terminated and goes on" in worker.text() for id in wanted)
+        assert lab.journal.ended() >= set(wanted)
