@@ -12,6 +12,7 @@ from celery.worker.consumer.tasks import Tasks
 from kombu.common import ignore_errors
 
 from kombu_taskgate.transport.transport import Transport
+from kombu_taskgate.transport.url import masked
 
 from . import request
 from .names import warn_of_namesake
@@ -77,6 +78,16 @@ class WorkerStep(bootsteps.StartStopStep):
         if self._upkeep is not None:
             self._upkeep.cancel()
         self._upkeep = hub.call_repeatedly(UPKEEP, c.pool.maintain_pool)
+
+    def info(self, c: Any) -> dict[str, Any]:
+        """What ``inspect stats`` shows of the broker. Celery's own shows the query of the URL as it is."""
+        if not c.connection:
+            return {}
+        shown = dict(c.connection.info())
+        shown.pop("password", None)
+        shown["hostname"] = masked(str(shown.get("hostname") or ""))
+        shown["alternates"] = [masked(str(url)) for url in shown.get("alternates") or ()]
+        return {"broker": shown}
 
     def close(self, c: Any) -> None:
         """The worker ends: the last look for what has not begun, after Celery has emptied its waiting lists."""

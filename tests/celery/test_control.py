@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from celery.worker.control import Panel
+from sqlalchemy import make_url
 
 from kombu_taskgate.core.model import State
 from tests.workers.fixtures import MakeLab
@@ -124,6 +125,24 @@ def test_every_command_is_answered(make_lab: MakeLab, main_url: str) -> None:
     lab.app.control.shutdown(destination=[worker.name])
     assert worker.process.wait(30) == 0
     assert not lab.unfinished()
+
+
+@pytest.mark.postgresql
+def test_stats_show_no_password(make_lab: MakeLab, postgresql_url: str) -> None:
+    """Whoever may ask a worker, or look at Flower, need not know the database's passwords."""
+    # The server here asks for none, so any will do.
+    url = make_url(postgresql_url).set(password="s3cret").update_query_dict({"sslpassword": "t0psecret"})
+    lab = make_lab(url.render_as_string(hide_password=False))
+    address = f"taskgate+{lab.url}"
+    lab.start_worker("-c1", "-P", "solo", TASKGATE_TEST_URL=f"{address};{address}")
+    for command in ("stats", "conf", "report"):
+        answer = str(ask(lab, command)[0])
+        assert "taskgate" in answer, f"{command} shows the broker"
+        assert "s3cret" not in answer, command
+        assert "t0psecret" not in answer, command
+    log = lab.workers[0].text()
+    assert "s3cret" not in log
+    assert "t0psecret" not in log
 
 
 def test_commands_have_their_effect(make_lab: MakeLab, main_url: str) -> None:
