@@ -214,7 +214,7 @@ def test_added_and_canceled_queues_survive_killed_sessions(victim: Victim, make_
 # -- terminating where there are no processes --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pool", ["threads", "gevent", "solo"])
+@pytest.mark.parametrize("pool", ["threads", "gevent", "eventlet", "solo"])
 def test_terminate_without_processes(make_lab: MakeLab, main_url: str, pool: str) -> None:
     """B46: the command is answered, nothing is thrown in the worker, and the next task runs."""
     # Threads are given what they have not begun, too; the others wait with the next task until they have ended one.
