@@ -8,6 +8,7 @@ A lost pool process, a hard time limit and a task's own ``Reject(requeue=True)``
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -110,7 +111,14 @@ class TaskgateRequest(_Base):
     def terminate(self, pool: Any, signal: Any = None) -> None:
         """Celery calls it for ``revoke(terminate=True)``."""
         with self._going_on_if_it_must("terminated"):
-            super().terminate(pool, signal)
+            try:
+                super().terminate(pool, signal)
+            except BaseException as ended:
+                # It was to end as soon as it begins, and so has ended the greenlet that is in here: before Celery could
+                # tell anybody, and settle the message.
+                if _is_greenlet_exit(ended) and not self._already_revoked:
+                    self._announce_revoked("terminated", True, signal, False)
+                raise
 
     def cancel(self, pool: Any, *args: Any, **kwargs: Any) -> None:
         """Celery calls it when its connection is lost and ``worker_cancel_long_running_tasks_on_connection_loss``."""
@@ -170,6 +178,12 @@ class TaskgateRequest(_Base):
         _waiting.discard(self)
         self.message.give_back()
         return True
+
+
+def _is_greenlet_exit(error: BaseException) -> bool:
+    """Whether a greenlet was killed; without importing greenlet, which only some pools need."""
+    greenlet = sys.modules.get("greenlet")
+    return greenlet is not None and isinstance(error, greenlet.GreenletExit)
 
 
 def _terminating() -> bool:

@@ -217,16 +217,15 @@ def test_added_and_canceled_queues_survive_killed_sessions(victim: Victim, make_
 @pytest.mark.parametrize("pool", ["threads", "gevent", "eventlet", "solo"])
 def test_terminate_without_processes(make_lab: MakeLab, main_url: str, pool: str) -> None:
     """B46: the command is answered, nothing is thrown in the worker, and the next task runs."""
-    # Threads are given what they have not begun, too; the others wait with the next task until they have ended one.
-    lab = make_lab(main_url, {"worker_prefetch_multiplier": 2 if pool == "threads" else 1})
+    lab = make_lab(main_url, {"worker_prefetch_multiplier": 1 if pool == "solo" else 2})
     worker = lab.start_worker("-c1", "-P", pool)
     gate = lab.folder / "gate"
     running = lab.send("hold_until", str(gate))
     wait_for(lambda: lab.journal.starts(running), 10, "it runs")
+    wanted = [running]
     if pool == "solo":  # it answers when it has time
         threading.Timer(1.0, gate.touch).start()
-    wanted = [running]
-    if pool == "threads":
+    else:
         wanted.append(lab.send("hold_until", str(gate)))
         wait_for(lambda: f"[{wanted[-1]}] received" in worker.text(), 10, "the other has come")
     (answer,) = ask(lab, "revoke", task_id=wanted, terminate=True)
@@ -236,6 +235,8 @@ def test_terminate_without_processes(make_lab: MakeLab, main_url: str, pool: str
     wait_for(lambda: lab.journal.ends(id), 15, "the next task runs")
     wait_for(lambda: not lab.unfinished(), 10, "all is settled")
     assert "Traceback" not in worker.text()
+    go_on = {one for one in wanted if f"[{one}] can't be terminated and goes on" in worker.text()}
     if pool == "threads":
-        assert all(f"[{id}] can't be terminated and goes on" in worker.text() for id in wanted)
-        assert lab.journal.ended() >= set(wanted)
+        assert go_on == set(wanted)
+    if pool != "solo":  # greenlets are ended, by newer versions of Celery, and one that has not begun does not begin
+        assert lab.journal.ended() == {*go_on, id}
