@@ -181,7 +181,8 @@ class Listener:
         driver = conn.connection.dbapi_connection
         if driver is None:
             raise StoreUnavailable("the connection for listening was closed")
-        dialect.listen(conn, self._channel)
+        with self._database.answered(conn):
+            dialect.listen(conn, self._channel)
         with selectors.DefaultSelector() as selector:
             selector.register(dialect.descriptor(driver), selectors.EVENT_READ)
             selector.register(stir.fileno(), selectors.EVENT_READ)

@@ -261,6 +261,11 @@ class DeliveryEngine:
         """How many settlements were refused because the lease was lost."""
         return self._settler.refused
 
+    @property
+    def out(self) -> bool:
+        """Whether the broker could not be used when it was last tried; what need not be done is then left."""
+        return self._out_since is not None
+
     def add_window(self, window: Window) -> None:
         """Take part in the deliveries of a channel."""
         with self._lock:
@@ -361,6 +366,22 @@ class DeliveryEngine:
         """
         with self._turn_lock:
             self._write_pending()
+
+    def flush_last(self) -> None:
+        """As :meth:`flush`, for somebody who closes and can't do anything about it: tries once, and does not raise.
+
+        What could not be written is written later, or the leases end by themselves.
+        """
+        if self.out:
+            return
+        try:
+            self.flush()
+        except TaskgateError as error:
+            self._went_wrong(error)
+
+    def unanswered(self) -> None:
+        """Note that the broker has not answered somebody who closes, for a long time."""
+        self._went_wrong(StoreUnavailable("it does not answer"))
 
     def get(self, window: Window, queue: str, *, no_ack: bool) -> Delivery | None:
         """Fetch one message, after writing the settlements that wait.

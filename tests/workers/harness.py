@@ -246,7 +246,7 @@ class Proxy:
         self._target = (host, port)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
-        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._pairs: list[tuple[socket.socket, socket.socket, threading.Event]] = []
         self._lock = threading.Lock()
         self._up = True
         self._closing = False
@@ -267,15 +267,16 @@ class Proxy:
             except OSError:
                 _reset(client)
                 continue
+            forgotten = threading.Event()
             with self._lock:
-                self._pairs.append((client, server))
+                self._pairs.append((client, server, forgotten))
             for source, sink in ((client, server), (server, client)):
-                threading.Thread(target=self._copy, args=(source, sink), daemon=True).start()
+                threading.Thread(target=self._copy, args=(source, sink, forgotten), daemon=True).start()
 
-    def _copy(self, source: socket.socket, sink: socket.socket) -> None:
+    def _copy(self, source: socket.socket, sink: socket.socket, forgotten: threading.Event) -> None:
         with suppress(OSError):
             while data := source.recv(65536):
-                while self._silent.is_set() and not self._closing:
+                while (self._silent.is_set() or forgotten.is_set()) and not self._closing:
                     time.sleep(0.02)
                 sink.sendall(data)
         for end in (source, sink):
@@ -286,10 +287,17 @@ class Proxy:
         """Reset all connections; returns how many there were."""
         with self._lock:
             pairs, self._pairs = self._pairs, []
-        for pair in pairs:
-            for end in pair:
+        for client, server, _ in pairs:
+            for end in (client, server):
                 _reset(end)
         return len(pairs)
+
+    def forget(self) -> int:
+        """Swallow everything on today's connections, for good and without a word; returns how many there are."""
+        with self._lock:
+            for _, _, forgotten in self._pairs:
+                forgotten.set()
+            return len(self._pairs)
 
     def down(self) -> None:
         """Refuse new connections and reset those there are."""
