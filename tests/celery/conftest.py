@@ -4,5 +4,6 @@ from tests.workers.fixtures import (  # noqa: F401  # fixtures of this folder
     make_lab,
     pgbouncer,
     private_server,
+    private_servers,
     server_url,
 )

@@ -13,6 +13,8 @@ import time
 
 from celery import Celery, Task
 from celery.signals import worker_process_init
+from celery.worker.control import control_command
+from kombu.exceptions import ConnectionError
 
 app = Celery("taskgate-tests")
 app.conf.update(
@@ -92,3 +94,20 @@ def echo(self: Task, *args: object, **kwargs: object) -> None:
 @worker_process_init.connect
 def _unbuffered(**_: object) -> None:
     os.environ["PYTHONUNBUFFERED"] = "1"
+
+
+@app.task(bind=True)
+def publish(self: Task, tag: str) -> None:
+    """Publish another task, over whatever connection this process has for it."""
+    work.delay(0, tag)
+
+
+@control_command()
+def lose_connection(state: object) -> str:
+    """Have Celery believe that its connection is lost, as when something raises inside its event loop."""
+    state.consumer.hub.call_soon(_raise, ConnectionError("a test says so"))  # type: ignore[attr-defined]
+    return "lost"
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -42,7 +42,7 @@ class PostgreSQL(Dialect):
     notifies = True
     # libpq has no time limit for an answer, and neither driver adds one.
     waits_for_ever = True
-    begin = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
+    begin = "BEGIN ISOLATION LEVEL READ COMMITTED"
 
     def choose_driver(self, url: sa.URL) -> sa.URL:
         _, plus, driver = url.drivername.partition("+")
