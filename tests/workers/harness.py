@@ -264,6 +264,7 @@ class Proxy:
                 continue
             try:
                 server = socket.create_connection(self._target, 5)
+                server.settimeout(None)  # the limit was for connecting: an idle connection stays
             except OSError:
                 _reset(client)
                 continue
