@@ -559,7 +559,7 @@ class DeliveryEngine:
                     return
             try:
                 with self._turn_lock:
-                    self._turn()
+                    asked = self._turn()
             except TaskgateError as error:
                 self._went_wrong(error)
             except Exception:
@@ -567,12 +567,14 @@ class DeliveryEngine:
                 logger.exception("a turn of the delivery engine failed")
                 self._went_wrong(None)
             else:
-                self._went_well()
+                if asked:
+                    self._went_well()
             if self._retired is not None and self._let_go():
                 self._retired()
                 return
 
-    def _turn(self) -> None:
+    def _turn(self) -> bool:
+        """One turn; returns whether something was written or claims were asked for: then the broker has answered."""
         if self._retired is not None:
             self._give_back_abandoned()
         began = time.monotonic()
@@ -580,6 +582,7 @@ class DeliveryEngine:
             batch, self._pending = self._pending, Batch()
             intakes = self._intakes()
             wakes = self._wakes
+        asked = bool(batch)
         requests: list[_Request] = []
         try:
             self._settler.write_others(batch)
@@ -604,6 +607,7 @@ class DeliveryEngine:
                 self._plan_next_look(requests, began=began, woken=wakes != self._wakes)
         if self._retired is None and time.monotonic() >= self._upkeep_at:
             self._upkeep_at = time.monotonic() + self._upkeep()
+        return asked or bool(requests)
 
     def _plan_next_look(self, requests: Sequence[_Request], *, began: float, woken: bool) -> None:
         now = time.monotonic()
