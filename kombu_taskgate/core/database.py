@@ -91,6 +91,8 @@ class Database:
         self.url = url
         #: Test hook, called with "before_commit" and "after_commit" around each commit.
         self.fault: Callable[[str], None] | None = None
+        #: Called when a connection turned out to be dead: others that were opened with it may be as well.
+        self.on_lost: Callable[[], None] = lambda: None
         self._begin = dialect.begin_with(settings)
         self._gate = None if dialect.survives_fork else ForkGate(_forks)
         #: Of dialects whose drivers would wait for ever.
@@ -251,6 +253,7 @@ class Database:
             try:
                 return attempt()
             except _CommitUnknownError as unknown:
+                self.on_lost()
                 took_effect = None if confirm is None else self._took_effect(unknown, confirm)
                 if took_effect:
                     return unknown.result  # type: ignore[no-any-return]  # a T, carried by the exception
@@ -277,6 +280,7 @@ class Database:
                 elif verdict is Verdict.GONE and not reconnected and _was_connected(error):
                     # A pooled connection that the server has closed: nothing was committed, so use a new one.
                     reconnected = True
+                    self.on_lost()
                 else:
                     raise self._translate(error, verdict) from error
 

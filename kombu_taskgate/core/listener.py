@@ -137,6 +137,12 @@ class Listener:
         for watch in self._current():
             self.remove(watch)
 
+    def suspect(self) -> None:
+        """Have the connection tested now: another one of this process turned out to be dead."""
+        if self.live and self._stir is not None:
+            self._doubted = True
+            self._stir.set()
+
     def doubt(self) -> None:
         """Have the connection tested soon."""
         if self.live and time.monotonic() - self._tested_at >= DOUBT_EVERY:

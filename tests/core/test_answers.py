@@ -80,6 +80,28 @@ def test_each_statement_of_a_transaction_has_the_whole_time(hole: Hole) -> None:
     hole.broker.database.transaction(lambda conn: [conn.exec_driver_sql(slow).all() for _ in range(2)])
 
 
+@pytest.mark.postgresql
+def test_a_listening_connection_that_is_dead_as_well_is_found_out(postgresql_url: str) -> None:
+    """Else work would be heard of only when somebody looks by himself, every poll_listening seconds."""
+    store = InDatabase(postgresql_url)
+    straight = store.open()
+    told: list[object] = []
+    with proxy_for(postgresql_url, 5432) as (proxy, through):
+        broker = SqlBroker(BrokerSettings(through, **store.settings, answer_timeout=LIMIT, connect_timeout=2.0))
+        watch = broker.watch(told.append)
+        wait_until(lambda: watch.live, "it listens")
+        proxy.forget()
+        broker.enqueue(NewTask("mine"))
+        wait_until(lambda: not watch.live, "it is found out")
+        wait_until(lambda: watch.live, "it listens again")
+        told.clear()
+        straight.enqueue(NewTask("theirs"))
+        wait_until(lambda: ["theirs"] in [list(queues) for queues in told if isinstance(queues, set)], "it hears")
+        watch.close()
+        broker.close()
+    store.close()
+
+
 # -- the watch itself ------------------------------------------------------------------------------
 
 
