@@ -28,6 +28,7 @@ from .model import (
     StateChange,
     Task,
 )
+from .revocations import Revocations
 from .topology import Topology
 from .watch import Wake, Watch
 
@@ -40,6 +41,10 @@ class Broker(Protocol):
     @property
     def topology(self) -> Topology:
         """Queues, exchanges and bindings that all processes share."""
+
+    @property
+    def revocations(self) -> Revocations:
+        """What is revoked, in all processes."""
 
     # -- publishing ---------------------------------------------------------------------------------
 
@@ -79,7 +84,8 @@ class Broker(Protocol):
         Each claim gets a new lease token, a lease of the queue's lease_ttl, and one more delivery. Claimed
         under a ``session``, the lease also lives while the session is renewed.
         Expired executions met on the way become ``canceled`` (reason ``expired``); those already delivered
-        ``max_deliveries`` times become ``failed`` (reason ``max_deliveries``).
+        ``max_deliveries`` times become ``failed`` (reason ``max_deliveries``). A delivery that ended in a business
+        failure or a throttling is not among these: those have caps of their own.
 
         Raises:
             ConfigError: no queues, or limit < 1.
@@ -125,15 +131,18 @@ class Broker(Protocol):
         reason: Reason | None = None,
         detail: str | None = None,
     ) -> State:
-        """Give back as not done; returns the new state (``retrying`` or ``failed``).
+        """Give back as not done; returns the new state.
 
         Business: attempts+1; more than ``max_retry`` → ``failed``, else ``retrying`` at ``retry_at`` (ms) or
         after ``delay`` (s). Throttled: throttled+1, attempts untouched; at ``throttled_max`` → ``failed``.
-        Skip: ``failed``. Entering ``failed`` cancels fail-fast children, chain-wise; the others see a parent
-        that has ended. ``reason`` defaults to the kind's (skip: rejected). What would be ``retrying`` but is
+        Skip: ``failed``. Lost: what ``reap_expired`` does with a lease that has run out, at once: canceled-marked →
+        ``canceled``, else lease_lost+1 → ``failed`` at ``lease_lost_max``, or ``pending`` where it stood; it takes no
+        time. Entering ``failed`` cancels fail-fast children, chain-wise; the others see a parent that has ended.
+        ``reason`` defaults to the kind's (skip: rejected, lost: lease_lost). What would be ``retrying`` but is
         canceled-marked becomes ``canceled``.
 
         Raises:
+            ConfigError: a time is given for a kind that does not wait.
             LeaseLost: the token is not current.
         """
 
@@ -172,8 +181,11 @@ class Broker(Protocol):
     def open_session(self, owner: str, ttl: float) -> Session:
         """Register a holder of leases that lives ``ttl`` seconds at a time."""
 
-    def renew_session(self, session: Session) -> Renewal:
-        """Extend the session by its ttl from now (also after it ran out) and tell which leases it holds."""
+    def renew_session(self, session: Session, *, look: bool = True) -> Renewal:
+        """Extend the session by its ttl from now (also after it ran out) and tell which leases it holds.
+
+        ``look=False``: who holds nothing need not know; the answer is empty.
+        """
 
     def close_session(self, session: Session) -> int:
         """End the session; what it still holds is requeued (as delivered). Returns how many. Idempotent."""
@@ -188,7 +200,10 @@ class Broker(Protocol):
         """
 
     def prune(self, limit: int = 1000) -> int:
-        """Delete at most ``limit`` final executions past their keeping time, and what only they needed."""
+        """Delete at most ``limit`` final executions past their keeping time, and what only they needed.
+
+        Also at most ``limit`` revocations past theirs. Returns the larger of the two numbers.
+        """
 
     # -- control ------------------------------------------------------------------------------------
 
@@ -201,6 +216,14 @@ class Broker(Protocol):
         Raises:
             TaskNotFound: no such id.
             AlreadyFinal: it has ended.
+        """
+
+    def cancel_waiting(self, ids: Sequence[int] = (), *, task_ids: Sequence[str] = ()) -> Sequence[Task]:
+        """Cancel those that wait of the executions with these ids, and with these task_ids and any type.
+
+        What has a task_id and no type is no task, but a message about one, such as its result.
+        Each becomes ``canceled`` and its fail-fast children with it, as by ``cancel``. What runs, has ended or does
+        not exist is left alone. Returns the executions as they were before, in id order, without the children.
         """
 
     def replay(self, id: int, *, payload: bytes | None = None, allow_completed: bool = False) -> int:
@@ -223,6 +246,12 @@ class Broker(Protocol):
 
     def list(self, filter: Filter | None = None) -> list[Task]:
         """Filter, then sort by (created_at, id), then offset, then limit."""
+
+    def waiting(self, after: int = 0, limit: int = 1000) -> Sequence[Task]:
+        """A page of the waiting executions of all queues: the first ``limit`` with ids above ``after``, in id order."""
+
+    def running(self, task_ids: Sequence[str]) -> set[str]:
+        """Those of the task_ids under which an execution that has a type is running."""
 
     def queue_len(self, queue: str) -> int:
         """How many are ``pending`` or ``retrying`` in the queue, delayed ones included."""

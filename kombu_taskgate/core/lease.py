@@ -25,6 +25,8 @@ from .model import Lease, Session
 
 logger = logging.getLogger("kombu_taskgate.lease")
 
+#: Who holds nothing looks only in every so many rounds whether the database thinks otherwise.
+LOOK_EVERY = 3
 #: Part of the lease time after which a session that was not renewed is no longer trusted.
 TRUST = 0.8
 #: How long in seconds a stop waits for a round that is under way: it may hang in a dead network.
@@ -40,8 +42,9 @@ class _Kept:
         self.session = session
         self.renewed = attempt
         self.next = attempt + session.ttl / 3
-        #: Leases that the last round found and nobody here knew: given back when seen twice.
+        #: Leases that the last look found and nobody here knew: given back when seen twice.
         self.strange: dict[int, int] = {}
+        self.rounds = 0
 
 
 class LeaseKeeper:
@@ -195,8 +198,10 @@ class LeaseKeeper:
         attempt = time.monotonic()
         with self._lock:
             mine = {key: lease for key, lease in self._held.items() if self._belongs(lease, kept)}
+        kept.rounds += 1
+        look = bool(mine or kept.strange) or kept.rounds % LOOK_EVERY == 0
         try:
-            found = self._broker.renew_session(kept.session)
+            found = self._broker.renew_session(kept.session, look=look)
         except TaskgateError as error:
             # Try again soon: there are two thirds of the lease time left for it.
             kept.next = time.monotonic() + min(1.0, kept.session.ttl / 10)
@@ -211,6 +216,8 @@ class LeaseKeeper:
             logger.info("leases of %s are renewed again", self._owner)
         kept.renewed = attempt
         kept.next = attempt + kept.session.ttl / 3
+        if not look:
+            return
         here = {(id, token) for id, token in found.held.items()}
         self._report_lost([lease for key, lease in mine.items() if key not in here])
         self._report_canceled([lease for key, lease in mine.items() if key in here and lease.id in found.canceled])

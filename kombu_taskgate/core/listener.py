@@ -125,6 +125,7 @@ class Listener:
             if self._watches:
                 return
             thread, self._thread = self._thread, None
+            self.live = False
             self._stop.set()
             if self._stir is not None:
                 self._stir.set()
@@ -203,7 +204,7 @@ class Listener:
 
             if not self._arrives(hear, stop):
                 return stop.is_set()
-            self._became_live()
+            self._became_live(stop)
             while not stop.is_set():
                 hear(None)
                 if self._doubted and not stop.is_set():
@@ -244,8 +245,10 @@ class Listener:
         with self._lock:
             return list(self._watches)
 
-    def _became_live(self) -> None:
-        self.live = True
+    def _became_live(self, stop: threading.Event) -> None:
+        with self._lock:
+            # Told to stop meanwhile, it hears for nobody.
+            self.live = not stop.is_set()
         if self._failing:
             self._failing = False
             logger.info("listening for new work again")

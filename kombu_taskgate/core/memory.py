@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from operator import attrgetter
 
+from . import revocations
 from .broker import Notify
 from .clock import Clock, to_ms
 from .errors import (
@@ -37,6 +38,7 @@ from .errors import (
 from .model import (
     FINAL,
     NO_TOKEN,
+    WAITING,
     Claim,
     FailKind,
     Filter,
@@ -51,6 +53,7 @@ from .model import (
     StateChange,
     Task,
 )
+from .revocations import Revocation
 from .settings import BrokerSettings, check_name
 from .topology import Binding, Exchange, Queue
 from .watch import Polling, Wake, Watch
@@ -110,6 +113,8 @@ class MemoryStore:
         self.bindings: dict[tuple[str, str, str, str], Binding] = {}
         #: (queue, session) -> how many consumers.
         self.consumers: dict[tuple[str, int], int] = {}
+        #: Revocation -> until when it is kept (ms).
+        self.revocations: dict[Revocation, int] = {}
         _stores.add(self)
 
     def end_consumers(self, session: int, instant: int) -> None:
@@ -157,6 +162,7 @@ class MemoryBroker:
         self._closed = False
         self._turn = 0
         self.topology = MemoryTopology(self._store, self._clock)
+        self.revocations = MemoryRevocations(self._store, self._clock)
 
     # -- publishing ---------------------------------------------------------------------------------
 
@@ -318,9 +324,9 @@ class MemoryBroker:
                 # More of the same kind are likely behind them.
                 for row in [row for row in ready if _expired(row, now)]:
                     self._end(row, State.CANCELED, changes, Reason.EXPIRED)
-            worn = [r for r in met if r.state in _READY and r.deliveries >= self.settings.max_deliveries]
+            worn = [r for r in met if r.state in _READY and _unsettled(r) >= self.settings.max_deliveries]
             for row in worn:
-                detail = f"delivered {row.deliveries} times without being settled"
+                detail = f"delivered {_unsettled(row)} times without being settled"
                 self._end(row, State.FAILED, changes, Reason.MAX_DELIVERIES, detail)
             good = [row for row in met if row.state in _READY]
             for row in good:
@@ -365,8 +371,12 @@ class MemoryBroker:
     ) -> State:
         if retry_at is not None and delay is not None:
             raise ConfigError("retry_at and delay exclude each other: give one of them")
+        if kind is FailKind.LOST and (retry_at is not None or delay is not None):
+            raise ConfigError("what was lost is ready at once: give neither retry_at nor delay")
         with self._transaction() as changes:
             row = self._held(lease)
+            if kind is FailKind.LOST:
+                return self._lose(row, changes, reason, detail)
             if kind is FailKind.BUSINESS:
                 row.attempts += 1
                 over = row.attempts > row.max_retry
@@ -435,9 +445,11 @@ class MemoryBroker:
             self._store.sessions[session.id] = self._now() + to_ms(ttl)
             return session
 
-    def renew_session(self, session: Session) -> Renewal:
+    def renew_session(self, session: Session, *, look: bool = True) -> Renewal:
         with self._transaction():
             self._store.sessions[session.id] = self._now() + to_ms(session.ttl)
+            if not look:
+                return Renewal()
             held = [row for row in self._rows() if row.session == session.id]
             return Renewal({row.id: row.token for row in held}, {row.id for row in held if row.cancel_requested})
 
@@ -455,16 +467,21 @@ class MemoryBroker:
             now = self._now()
             gone = [row for row in self._rows() if row.lease_until is not None and self._valid_until(row) < now]
             for row in gone:
-                if row.cancel_requested:
-                    self._end(row, State.CANCELED, changes, Reason.CANCELED)
-                    continue
-                row.lease_lost += 1
-                if row.lease_lost >= self.settings.lease_lost_max:
-                    detail = f"{row.lease_lost} workers lost their lease on it"
-                    self._end(row, State.FAILED, changes, Reason.LEASE_LOST, detail)
-                else:
-                    self._move(row, State.PENDING, changes)
+                self._lose(row, changes)
             return len(gone)
+
+    def _lose(self, row: _Row, changes: Changes, reason: Reason | None = None, detail: str | None = None) -> State:
+        """Take it from a holder that is gone."""
+        if row.cancel_requested:
+            self._end(row, State.CANCELED, changes, Reason.CANCELED)
+            return row.state
+        row.lease_lost += 1
+        if row.lease_lost >= self.settings.lease_lost_max:
+            usual = f"{row.lease_lost} workers lost their lease on it"
+            self._end(row, State.FAILED, changes, reason or Reason.LEASE_LOST, detail or usual)
+        else:
+            self._move(row, State.PENDING, changes)
+        return row.state
 
     def _valid_until(self, row: _Row) -> int:
         session_until = 0 if row.session is None else self._store.sessions.get(row.session, 0)
@@ -484,7 +501,7 @@ class MemoryBroker:
                 del self._store.sessions[session]
             for key, window in [k for k, (start, _) in self._store.quotas.items() if start + k[1] <= now]:
                 del self._store.quotas[key, window]
-            return len(old)
+        return max(len(old), self.revocations.sweep(limit))
 
     def _kept_until(self, row: _Row) -> int:
         if row.state not in FINAL:
@@ -504,6 +521,18 @@ class MemoryBroker:
             else:
                 self._end(row, State.CANCELED, changes, Reason.CANCELED)
             return row.state
+
+    def cancel_waiting(self, ids: Sequence[int] = (), *, task_ids: Sequence[str] = ()) -> Sequence[Task]:
+        numbers, names = set(ids), set(task_ids)
+        with self._transaction() as changes:
+            meant = (r for r in self._rows() if r.id in numbers or (r.task_id in names and r.type))
+            rows = [row for row in meant if row.state in WAITING]
+            rows.sort(key=_by_id)
+            shown = [_shown(row) for row in rows]
+            # Children before parents: one that is meant itself is canceled on its own account.
+            for row in reversed(rows):
+                self._end(row, State.CANCELED, changes, Reason.CANCELED)
+            return shown
 
     def replay(self, id: int, *, payload: bytes | None = None, allow_completed: bool = False) -> int:
         if payload is not None:
@@ -558,6 +587,16 @@ class MemoryBroker:
         with self._transaction():
             rows = sorted((row for row in self._rows() if _matches(row, wanted)), key=attrgetter("created_at", "id"))
             return [_shown(row) for row in rows[wanted.offset : wanted.offset + wanted.limit]]
+
+    def waiting(self, after: int = 0, limit: int = 1000) -> Sequence[Task]:
+        with self._transaction():
+            rows = sorted((row for row in self._rows() if row.id > after and row.state in WAITING), key=_by_id)
+            return [_shown(row) for row in rows[:limit]]
+
+    def running(self, task_ids: Sequence[str]) -> set[str]:
+        with self._transaction():
+            names = {row.task_id for row in self._rows() if row.state is State.RUNNING and row.type}
+            return {name for name in task_ids if name in names}
 
     def queue_len(self, queue: str) -> int:
         return self.queue_lens([queue])[queue]
@@ -837,6 +876,41 @@ class MemoryTopology:
         self._store.bindings = {key: b for key, b in self._store.bindings.items() if not dropped(b)}
 
 
+class MemoryRevocations:
+    """The :class:`~kombu_taskgate.core.revocations.Revocations` of a :class:`MemoryStore`."""
+
+    def __init__(self, store: MemoryStore, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+
+    def add(self, revoked: Sequence[Revocation], keep: float) -> None:
+        revocations.check(revoked, keep)
+        with self._store.changed:
+            until = self._clock.now_ms() + to_ms(keep)
+            known = self._store.revocations
+            known.update((one, max(until, known.get(one, until))) for one in revoked)
+
+    def any(self) -> bool:
+        return bool(self._store.revocations)
+
+    def find(self, asked: Sequence[Revocation]) -> set[Revocation]:
+        with self._store.changed:
+            return {one for one in asked if one in self._store.revocations}
+
+    def count(self) -> int:
+        return len(self._store.revocations)
+
+    def sweep(self, limit: int = 1000) -> int:
+        with self._store.changed:
+            known, now = self._store.revocations, self._clock.now_ms()
+            old = sorted((one for one, until in known.items() if until < now), key=lambda one: known[one])
+            going = {row.task_id for row in self._store.tasks.values() if row.state not in FINAL} if old else set()
+            swept = [one for one in old if one.header or one.value not in going][:limit]
+            for one in swept:
+                del known[one]
+            return len(swept)
+
+
 _by_id = attrgetter("id")
 
 
@@ -857,6 +931,11 @@ def _check_times(instant: int | None, seconds: float | None) -> None:
     """Refuse what no calendar holds. Written so that it refuses NaN too."""
     if not -_FAR <= (instant or 0) <= _FAR or not abs(seconds or 0) * 1000 <= _FAR:
         raise ConfigError(f"times must be within 10,000 years: {instant!r} ms, {seconds!r} s")
+
+
+def _unsettled(row: _Row) -> int:
+    """Deliveries that nobody told the end of; business failures and throttlings have caps of their own."""
+    return row.deliveries - row.attempts - row.throttled
 
 
 def _expired(row: Task, now: int) -> bool:

@@ -31,8 +31,12 @@ def _consumers(conn: sa.Connection, tables: Tables) -> None:
     tables.consumers.create(conn, checkfirst=True)
 
 
+def _revocations(conn: sa.Connection, tables: Tables) -> None:
+    tables.revocations.create(conn, checkfirst=True)
+
+
 #: Step n brings version n-1 to version n.
-STEPS: tuple[Step, ...] = (_tasks_and_leases, _topology, _consumers)
+STEPS: tuple[Step, ...] = (_tasks_and_leases, _topology, _consumers, _revocations)
 SCHEMA_VERSION = len(STEPS)
 
 

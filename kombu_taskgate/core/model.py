@@ -53,6 +53,9 @@ class FailKind(str, Enum):
     THROTTLED = "throttled"
     #: Do not try again: ``failed`` at once.
     SKIP = "skip"
+    #: What ran it died, as far as the holder of the lease can tell: ``lease_lost`` grows as when the lease is reaped,
+    #: only at once; at ``lease_lost_max`` it becomes ``failed``, else it is ``pending``.
+    LOST = "lost"
 
 
 class Reason(str, Enum):

@@ -53,6 +53,7 @@ class Tables:
         self.exchanges = self._exchanges()
         self.bindings = self._bindings()
         self.consumers = self._consumers()
+        self.revocations = self._revocations()
 
     def _table(self, name: str, *parts: sa.Column[Any] | sa.Index, **options: Any) -> sa.Table:
         return sa.Table(self.prefix + name, self.metadata, *parts, **self._options, **options)
@@ -191,4 +192,15 @@ class Tables:
             sa.Column("session", sa.BigInteger, primary_key=True, autoincrement=False),
             sa.Column("number", sa.Integer, nullable=False),
             self._index("consumers_session", "session"),
+        )
+
+    def _revocations(self) -> sa.Table:
+        return self._table(
+            "revocations",
+            # First in the key: it is asked for by values.
+            _name("value_", primary_key=True),
+            # Empty: the value is a task id.
+            _name("header", primary_key=True),
+            sa.Column("until_", sa.BigInteger, nullable=False),
+            self._index("revocations_until", "until_"),
         )

@@ -35,7 +35,8 @@ class BrokerSettings:
         queue_lease_ttl: lease_ttl of single queues, by name.
         lease_lost_max: losses of a lease after which an execution is a dead letter.
         throttled_max: throttlings after which it is a dead letter.
-        max_deliveries: deliveries after which it is a dead letter (RabbitMQ's quorum queues: 20).
+        max_deliveries: deliveries, those not counted that ended in a business failure or a throttling, after which
+            it is a dead letter (RabbitMQ's quorum queues: 20).
         keep_completed: how long completed rows are kept; 0 deletes them at ack.
         keep_failed: how long failed and canceled rows, and completed ones with a business key, are kept.
         max_payload: largest message in bytes, headers included.

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from .clock import Clock
 from .dialects.base import Dialect
-from .model import FINAL, State
+from .model import FINAL, WAITING, State
 from .schema import LANE_BLOCKED, LANE_DELAYED, LANE_NONE, LANE_READY, Tables
 
 #: A new token keeps the order of claims in its high part and can't be guessed by its low one: after a database
@@ -199,7 +199,7 @@ class Statements:
         t = self._t
         return [
             t.id, t.token, t.queue, t.payload, t.type, t.task_id, t.rank_, t.run_at, t.created_at, t.deliveries,
-            t.attempts, t.lease_lost, t.expires_at, t.linked, t.state, self.now.label("now"),
+            t.attempts, t.throttled, t.lease_lost, t.expires_at, t.linked, t.state, self.now.label("now"),
         ]  # fmt: skip
 
     def _ready(self, *columns: sa.ColumnElement[Any]) -> sa.Select[Any]:
@@ -297,6 +297,7 @@ class Statements:
             t.attempts,
             t.max_retry,
             t.throttled,
+            t.lease_lost,
         )
         return self._locking(query.where(*self._held()).order_by(t.id), skip=False)
 
@@ -602,6 +603,26 @@ class Statements:
         """Ask the holder of a running row to stop."""
         return sa.update(self.tables.tasks).where(self._t.id == sa.bindparam("p_id")).values(cancel_mark=1)
 
+    def _waiting(self, *which: sa.ColumnElement[bool]) -> sa.Select[Any]:
+        t = self._t
+        waits = t.state.in_([state.value for state in sorted(WAITING)])
+        return sa.select(self.tables.tasks).where(waits, *which).order_by(t.id)
+
+    @cached_property
+    def lock_waiting(self) -> Statement:
+        """Those of p_ids that wait, locked in id order."""
+        return self._locking(self._waiting(_in(self._t.id, "p_ids")), skip=False)
+
+    @cached_property
+    def lock_waiting_of(self) -> Statement:
+        """What waits under the task_ids p_task_ids and has a type, locked in id order."""
+        return self._locking(self._waiting(_in(self._t.task_id, "p_task_ids"), self._t.type != ""), skip=False)
+
+    @cached_property
+    def see_waiting(self) -> Statement:
+        """A page of what waits, after the id p_after; locks nothing."""
+        return self._waiting(self._t.id > sa.bindparam("p_after")).limit(sa.bindparam("p_limit"))
+
     @cached_property
     def replayed_by(self) -> Statement:
         """The execution that replays p_id."""
@@ -627,6 +648,12 @@ class Statements:
     def get(self) -> Statement:
         """One row."""
         return sa.select(self.tables.tasks).where(self._t.id == sa.bindparam("p_id"))
+
+    @cached_property
+    def running(self) -> Statement:
+        """Those of the task_ids p_task_ids under which an execution with a type runs."""
+        t = self._t
+        return sa.select(t.task_id).where(_in(t.task_id, "p_task_ids"), t.state == State.RUNNING.value, t.type != "")
 
     @cached_property
     def queue_lens(self) -> Statement:
@@ -746,3 +773,58 @@ class Statements:
         """Forget consumers whose holder has been forgotten."""
         c, s = self.tables.consumers.c, self.tables.sessions.c
         return sa.delete(self.tables.consumers).where(~sa.exists().where(s.id == c.session))
+
+    # -- revocations --------------------------------------------------------------------------------
+
+    @cached_property
+    def insert_revocation(self) -> sa.Insert:
+        """Store a revocation unless it is there. Of values alone: then a driver can send many rows at once."""
+        return self.dialect.insert_or_ignore(self.tables.revocations).values(
+            value_=sa.bindparam("p_value", type_=sa.String),
+            header=sa.bindparam("p_header", type_=sa.String),
+            until_=sa.bindparam("p_until", type_=sa.BigInteger),
+        )
+
+    def _these(self) -> list[sa.ColumnElement[bool]]:
+        # By header, of which there are few, because databases plan long lists of pairs slowly.
+        r = self.tables.revocations.c
+        return [_in(r.value_, "p_values"), r.header == sa.bindparam("p_header", type_=sa.String)]
+
+    @cached_property
+    def prolong_revocations(self) -> Statement:
+        """Let revocations of one header that were stored before live as long as new ones."""
+        r = self.tables.revocations
+        until = sa.bindparam("p_until", type_=sa.BigInteger)
+        return sa.update(r).where(*self._these(), r.c.until_ < until).values(until_=until)
+
+    @cached_property
+    def any_revocation(self) -> Statement:
+        """One revocation, if there is any."""
+        return sa.select(self.tables.revocations.c.value_).limit(1)
+
+    @cached_property
+    def find_revocations(self) -> Statement:
+        """The revocations of values, whatever header they are of."""
+        r = self.tables.revocations.c
+        return sa.select(r.value_, r.header).where(_in(r.value_, "p_values"))
+
+    @cached_property
+    def count_revocations(self) -> Statement:
+        """How many revocations are stored."""
+        return sa.select(sa.func.count()).select_from(self.tables.revocations)
+
+    @cached_property
+    def pick_old_revocations(self) -> Statement:
+        """Revocations past their time, but those of task ids under which an execution has not ended."""
+        t, r = self._t, self.tables.revocations.c
+        final = [state.value for state in sorted(FINAL)]
+        goes_on = sa.select(t.id).where(t.task_id == r.value_, t.state.not_in(final)).limit(1)
+        needed = goes_on.correlate(self.tables.revocations).scalar_subquery().is_not(None)
+        query = sa.select(r.value_, r.header).where(r.until_ < self.now, ~((r.header == "") & needed))
+        query = query.order_by(r.until_).limit(sa.bindparam("p_limit"))
+        return query.with_for_update(skip_locked=True, of=self.tables.revocations)
+
+    @cached_property
+    def delete_revocations(self) -> Statement:
+        """Forget revocations of one header."""
+        return sa.delete(self.tables.revocations).where(*self._these())

@@ -17,6 +17,7 @@ from ..core.settings import check_name
 from ..core.topology import Binding, Exchange, Queue
 from ..core.within import within
 from .codec import Envelope
+from .control import is_mailbox, tell_published
 from .declared import AUTO_DELETE_EXPIRES, delete_queue
 from .errors import NoRoute, NotFound, PreconditionFailed, RecoverableConnectionError, TagInUse, kombu_errors
 from .message import Message
@@ -68,11 +69,11 @@ class Channel(StdChannel):
         return self.connection
 
     def _consuming(self) -> DeliveryEngine:
+        engine = self._open().consuming()
         if self._engine is None:
-            engine = self._open().consuming()
             engine.add_window(self._window)
             self._engine = engine
-        return self._engine
+        return engine
 
     def _settle_first(self) -> None:
         """Write what the connection has settled before asking for something that it changes."""
@@ -323,6 +324,8 @@ class Channel(StdChannel):
         connection = self._open()
         envelope = self._envelope(message, exchange, routing_key)
         with kombu_errors():
+            if is_mailbox(envelope.exchange):
+                envelope = tell_published(connection, envelope)
             queues = route(connection.router, envelope)
             if not queues:
                 self._unroutable(message, envelope, tell=mandatory)
@@ -417,9 +420,12 @@ class Channel(StdChannel):
         return None if delivery is None else self._message(delivery)
 
     def _receive(self, delivery: Delivery) -> None:
-        message = self._message(delivery)
-        if delivery.consumer is not None:
-            delivery.consumer.callback(message)
+        try:
+            message = self._message(delivery)
+            if delivery.consumer is not None:
+                delivery.consumer.callback(message)
+        finally:
+            self._window.in_hand -= 1
 
     def _message(self, delivery: Delivery) -> Message:
         message = Message(delivery, self)
@@ -444,7 +450,20 @@ class Channel(StdChannel):
         """As :meth:`basic_reject`, for several at once."""
         self._settle(delivery_tag, Action.REQUEUE if requeue else Action.REJECT, multiple=multiple)
 
-    def _settle(self, delivery_tag: int, action: Action, *, multiple: bool = False) -> None:
+    def basic_lost(self, delivery_tag: int, detail: str | None = None) -> None:
+        """Give a message back because what worked on it died: as a lost lease, only at once (not in AMQP).
+
+        Args:
+            delivery_tag: of the message.
+            detail: what is known of the death, for whoever finds the dead letter.
+        """
+        self._settle(delivery_tag, Action.LOST, detail=detail)
+
+    def basic_return_unseen(self, delivery_tag: int) -> None:
+        """Give back a message that nobody has begun to work on: as if it had not been delivered (not in AMQP)."""
+        self._settle(delivery_tag, Action.RETURN)
+
+    def _settle(self, delivery_tag: int, action: Action, *, multiple: bool = False, detail: str | None = None) -> None:
         if self._engine is None:
             return
         if self.closed and not self._engine.settles_after_close:
@@ -454,7 +473,7 @@ class Channel(StdChannel):
                 delivery_tag,
             )
         else:
-            self._engine.settle(self._window, delivery_tag, action, multiple=multiple)
+            self._engine.settle(self._window, delivery_tag, action, multiple=multiple, detail=detail)
 
     def basic_recover(self, requeue: bool = False) -> None:
         """Requeue everything that is unsettled on the channel; another consumer may get it."""
@@ -468,6 +487,16 @@ class Channel(StdChannel):
             self._window.prefetch_count = count
         else:
             self._engine.set_prefetch(self._window, count)
+
+    def limit_claims(self, can_start: Callable[[], int] | None) -> None:
+        """Claim no more than can be worked on now, in addition to the prefetch window (not in AMQP).
+
+        Args:
+            can_start: how many more messages the consumer could work on at this moment, those in the callback
+                not counted; called from the engine's thread, often: it must be quick, and must not wait for
+                anything. ``None``: no limit but the window.
+        """
+        self._consuming().set_limit(self._window, can_start)
 
     def flow(self, active: bool = True) -> None:
         """Stop or go on delivering."""

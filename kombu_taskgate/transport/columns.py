@@ -49,11 +49,11 @@ def columns_of(envelope: Envelope, naive: tzinfo = timezone.utc) -> Columns:
     if is_task:
         headers.update((name, with_zone(headers[name], naive)) for name in ("eta", "expires") if headers.get(name))
     return Columns(
-        type=_text(headers.get("task")) or "",
-        task_id=_text(headers.get("id")) or _text(properties.get("correlation_id")),
-        root_id=_text(headers.get("root_id")),
-        parent_id=_text(headers.get("parent_id")),
-        group_id=_text(headers.get("group")),
+        type=short_text(headers.get("task")) or "",
+        task_id=short_text(headers.get("id")) or short_text(properties.get("correlation_id")),
+        root_id=short_text(headers.get("root_id")),
+        parent_id=short_text(headers.get("parent_id")),
+        group_id=short_text(headers.get("group")),
         priority=priority,
         run_at=parse_instant(headers.get("eta"), naive) if is_task else None,
         expires_at=parse_instant(headers.get("expires"), naive) if is_task else None,
@@ -86,7 +86,7 @@ def clamp_priority(value: Any) -> int:
         return MIN_PRIORITY
 
 
-def _text(value: Any) -> str | None:
+def short_text(value: Any) -> str | None:
     """A text that every store can hold: a strange name must not fail a publish, the message has it in full."""
     if not isinstance(value, str):
         return None

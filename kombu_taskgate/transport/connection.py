@@ -16,7 +16,7 @@ from ..core.factory import open_broker
 from ..core.ready import Ready
 from ..core.settings import BrokerSettings
 from ..core.within import within
-from . import declared, process
+from . import control, declared, process
 from .engine import DeliveryEngine
 from .errors import RecoverableConnectionError, kombu_errors
 from .options import EngineOptions
@@ -50,9 +50,10 @@ class Connection:
         self.client = client
         self.settings = settings
         self.options = options
-        # Whoever knows the zone is imported now, not by the first publish: a child that is forked while another
-        # thread imports something can wait for that import for ever.
+        # Whoever knows the zone or the control commands is imported now, not by the first publish: a child that is
+        # forked while another thread imports something can wait for that import for ever.
         options.naive  # noqa: B018
+        control.observers()
         with kombu_errors():
             self.broker = open_broker(settings)
         self.router = Router(self.broker.topology)
@@ -102,7 +103,10 @@ class Connection:
         with self._lock:
             if not self.connected:
                 raise RecoverableConnectionError("the connection to the broker is closed")
-            if self._engine is None:
+            if self._engine is not None:
+                with kombu_errors():
+                    self._engine.start()
+            else:
                 engine = DeliveryEngine(
                     self.broker,
                     self.settings,
@@ -110,7 +114,8 @@ class Connection:
                     f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}",
                     self._readiness(),
                     upkeep=self._keep_queues,
-                    sweep=lambda: declared.sweep(self.broker),
+                    sweep=declared.Sweeper(self.broker).sweep,
+                    dropped=lambda message: control.tell_dropped(self, message),
                 )
                 with kombu_errors():
                     engine.start()
@@ -179,6 +184,11 @@ class Connection:
         """Wake the consumers of these queues in this process."""
         for engine in self._engines_here():
             engine.wake(queues)
+
+    def revoked(self) -> None:
+        """Tell the consumers of this process that something has been revoked."""
+        for engine in self._engines_here():
+            engine.revoked.noticed()
 
     def consumers_of(self, queue: str) -> int:
         """How many consumers a queue has; of those in other processes one that has just begun may be missing."""

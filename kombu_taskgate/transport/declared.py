@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -25,6 +26,8 @@ logger = logging.getLogger("kombu_taskgate.transport")
 AUTO_DELETE_EXPIRES = 3600.0
 #: Longest pause between two looks whether the queues consumed here are still there.
 LONGEST = 60.0
+#: Rounds of the reaper from one look for unused queues to the next.
+SWEEP_EVERY = 3
 
 
 @dataclass(slots=True)
@@ -46,6 +49,8 @@ class Declared:
         self._queues: dict[str, _Declared] = {}
         #: How many consumers of which queue the shared tables have for us.
         self._noted: dict[str, int] = {}
+        self._session = 0
+        self._kept_at = 0.0
 
     def after_fork(self) -> None:
         """In the child: the lock may have been held by a thread that is not here."""
@@ -98,6 +103,11 @@ class Declared:
             StoreUnavailable: the database does not answer.
         """
         topology = self._broker.topology
+        now = time.monotonic()
+        if session.id != self._session or now - self._kept_at > 2 * max(LONGEST, session.ttl):
+            # Nothing is noted under a new session; and after a long sleep perhaps nothing under the old one either.
+            self._noted, self._session = {}, session.id
+        self._kept_at = now
         ended = dict.fromkeys((name for name in self._noted if name not in consumed), 0)
         changed = {name: number for name, number in consumed.items() if self._noted.get(name) != number}
         topology.set_consumers(session, {**ended, **changed})
@@ -145,8 +155,22 @@ def delete_queue(broker: Broker, name: str) -> int:
     return number
 
 
-def sweep(broker: Broker) -> None:
-    """Delete the queues that nobody has used for as long as they may be unused."""
-    for name in broker.topology.unused():
-        number = delete_queue(broker, name)
-        logger.info("deleted queue %r, which nobody has used for its time, and %d messages in it", name, number)
+class Sweeper:
+    """Deletes the queues that nobody has used for as long as they may be unused.
+
+    Args:
+        broker: where.
+    """
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._rounds = 0
+
+    def sweep(self) -> None:
+        """Look, in every third round of the reaper."""
+        self._rounds += 1
+        if self._rounds % SWEEP_EVERY:
+            return
+        for name in self._broker.topology.unused():
+            number = delete_queue(self._broker, name)
+            logger.info("deleted queue %r, which nobody has used for its time, and %d messages in it", name, number)

@@ -11,6 +11,9 @@ A turn is due when half the window can be filled or half of it has been acknowle
 or a free place is ``ack_delay`` old, but not before the database has had as much rest as the last turn took; at
 once when the consumer has nothing left to do. So a fast consumer is served in batches, and a slow one does not
 wait for a batch to come together.
+
+An engine that is not used any more rests: a web process that has asked its workers for a sign of life once keeps no
+threads, no connections and no session for it.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from ..core.watch import LOOK_ON, Polling, Watch
 from .codec import Envelope, decode
 from .errors import RecoverableConnectionError, Undecodable
 from .options import EngineOptions
+from .revocations import RevokedClaims
 from .settle import Action, Batch, Settlement, Settler
 from .window import Consumer, Delivery, Stage, Window
 
@@ -53,8 +57,12 @@ MIN_PAUSE, MAX_PAUSE = 0.1, 2.0
 LAST_TRY = 5.0
 #: Seconds after which a retired engine has the garbage collector look once for messages that nobody has.
 COLLECT_AFTER = 2.0
+#: Seconds without a consumer and without anything to settle after which an engine rests, until it is used again.
+REST_AFTER = 30.0
 #: How often things are looked at that tell nobody when they change.
 LOOK = 0.25
+#: The same of a consumer that can't start anything at the moment; it costs the database nothing.
+LOOK_FOR_ROOM = 0.05
 
 
 @dataclass(slots=True)
@@ -65,6 +73,10 @@ class _Intake:
     no_ack: bool
     queues: list[str]
     free: int
+
+    @property
+    def key(self) -> tuple[Window, bool]:
+        return self.window, self.no_ack
 
 
 @dataclass(slots=True)
@@ -109,6 +121,7 @@ class DeliveryEngine:
         ready: set while there is something to deliver.
         upkeep: called in the pump's thread every few seconds; returns after how many seconds again.
         sweep: called by the reaper after each round.
+        dropped: called in the pump's thread with each message that is not delivered because it is revoked.
     """
 
     def __init__(
@@ -121,6 +134,7 @@ class DeliveryEngine:
         *,
         upkeep: Callable[[], float],
         sweep: Callable[[], None],
+        dropped: Callable[[Envelope], None] = lambda message: None,
     ) -> None:
         self.broker = broker
         self.settings = settings
@@ -139,6 +153,7 @@ class DeliveryEngine:
         shortest = min([settings.lease_ttl, *settings.queue_lease_ttl.values()])
         self._reaper = Reaper(broker, options.reap_interval or max(0.5, shortest / 3), also=sweep)
         self._settler = Settler(broker, self._settled)
+        self.revoked = RevokedClaims(broker, dropped)
         self._reset()
 
     def _reset(self) -> None:
@@ -148,6 +163,9 @@ class DeliveryEngine:
         self._arrived = threading.Condition(self._lock)
         # Held during a turn, and by whoever does the pump's work in its place.
         self._turn_lock = threading.Lock()
+        # Held while the threads are started, and while they end because nobody uses the engine.
+        self._life_lock = threading.Lock()
+        self._unused_since: float | None = None
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._retired: Callable[[], None] | None = None
@@ -158,7 +176,10 @@ class DeliveryEngine:
         self._live: dict[tuple[int, int], Delivery] = {}
         self._wakes = 0
         self._split = False
+        #: When to look again at the queues of those who have room and found nothing in the last look. Who has got room
+        #: since then, or found as much as it had room for, looks without waiting for it.
         self._poll_at = 0.0
+        self._found_nothing: set[tuple[Window, bool]] = set()
         self._poll_pause = self.settings.poll_min
         #: Whoever has heard or found something goes on looking until then, see core/watch.py.
         self._look_on = 0.0
@@ -174,16 +195,41 @@ class DeliveryEngine:
     # -- life --------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the threads.
+        """Start the threads, unless they run.
 
         Raises:
             StoreUnavailable: the database does not answer.
         """
-        self._keeper.start()
-        self._reaper.start()
-        self._watch = self.broker.watch(self._told)
-        self._thread = threading.Thread(target=self._pump, name="taskgate-pump", daemon=True)
-        self._thread.start()
+        with self._life_lock:
+            self._unused_since = None
+            if self._thread is not None or self._stopping:
+                return
+            self._keeper.start()
+            self._reaper.start()
+            self._watch = self.broker.watch(self._told)
+            self._thread = threading.Thread(target=self._pump, name="taskgate-pump", daemon=True)
+            self._thread.start()
+
+    def _rest(self) -> bool:
+        """In the pump: end the threads if the engine has not been used for long; returns whether that was so."""
+        with self._life_lock:
+            with self._lock:
+                now = time.monotonic()
+                if self._in_use():
+                    self._unused_since = None
+                elif self._unused_since is None:
+                    self._unused_since = now
+                if self._unused_since is None or now < self._unused_since + REST_AFTER:
+                    return False
+                self._thread = None
+            self._watch.close()
+            self._keeper.stop()
+            self._reaper.stop()
+            return True
+
+    def _in_use(self) -> bool:
+        consumed = any(window.consumers for window in self._windows)
+        return consumed or not self._idle() or bool(self._pending) or self._retired is not None or self._stopping
 
     def stop(self) -> None:
         """Stop claiming, write the settlements that wait, give everything else back, stop the threads. Idempotent."""
@@ -209,7 +255,7 @@ class DeliveryEngine:
 
         For a connection that was given up while its process lives on: tasks that are running will be
         acknowledged. A message that nobody has any more goes back. ``done`` is called at the end, from the
-        pump's thread.
+        pump's thread; at once when the engine rests.
         """
         with self._lock:
             if self._stopping or self._retired is not None:
@@ -219,8 +265,11 @@ class DeliveryEngine:
             for window in self._windows:
                 window.consumers.clear()
                 self._add(window.take_buffered(), Action.RETURN)
+            resting = self._thread is None
             self._work.notify_all()
             self._arrived.notify_all()
+        if resting:
+            done()
 
     def after_fork(self) -> None:
         """In the child: everything here is the parent's; forget it without settling anything."""
@@ -279,6 +328,7 @@ class DeliveryEngine:
             if window not in self._windows:
                 return 0
             self._windows.remove(window)
+            self._found_nothing -= {(window, False), (window, True)}
             window.consumers.clear()
             return self._put_back(window)
 
@@ -307,6 +357,12 @@ class DeliveryEngine:
             self._work.notify()
             self._announce()
 
+    def set_limit(self, window: Window, can_start: Callable[[], int] | None) -> None:
+        """Claim no more than the consumer can start now."""
+        with self._lock:
+            window.can_start = can_start
+            self._work.notify()
+
     def set_flow(self, window: Window, active: bool) -> None:
         """Stop or go on delivering."""
         with self._lock:
@@ -314,11 +370,13 @@ class DeliveryEngine:
             self._work.notify()
             self._announce()
 
-    def settle(self, window: Window, tag: int, action: Action, *, multiple: bool = False) -> None:
+    def settle(
+        self, window: Window, tag: int, action: Action, *, multiple: bool = False, detail: str | None = None
+    ) -> None:
         """Settle deliveries by tag. From any thread; does not wait for the database. Unknown tags are ignored."""
         with self._lock:
             room = window.free(no_ack=False)
-            self._add(window.take(tag, multiple=multiple), action)
+            self._add(window.take(tag, multiple=multiple), action, detail)
             self._room_changed(window, room)
 
     def recover(self, window: Window) -> None:
@@ -346,7 +404,17 @@ class DeliveryEngine:
     def wake(self, queues: Iterable[str]) -> None:
         """Look for work now if one of the queues is consumed here."""
         with self._lock:
-            if not self._stopping and any(window.consumers_of(queue) for queue in queues for window in self._windows):
+            concerned = [
+                (window, consumer.no_ack)
+                for queue in queues
+                for window in self._windows
+                for consumer in window.consumers_of(queue)
+            ]
+            self._found_nothing.difference_update(concerned)
+            # Who has no room looks when it has some.
+            if not self._stopping and any(
+                window.flow and window.free(no_ack=no_ack) > 0 for window, no_ack in concerned
+            ):
                 self._wake()
 
     def _told(self, queues: Collection[str] | None) -> None:
@@ -449,16 +517,21 @@ class DeliveryEngine:
         self._work.notify()
 
     def _next(self) -> Delivery | None:
-        for place, window in enumerate(self._windows):
-            room = window.free(no_ack=False), window.free(no_ack=True)
-            delivery = window.next_ready()
-            if delivery is not None:
-                # The others come first next time.
-                self._windows.append(self._windows.pop(place))
-                if delivery.no_ack or not window.prefetch_count:
-                    self._room_changed(window, room[delivery.no_ack], no_ack=delivery.no_ack)
-                return delivery
-        return None
+        ready = [delivery for window in self._windows if (delivery := window.first_ready()) is not None]
+        if not ready:
+            return None
+        # The windows take turns, but no message overtakes a broadcast that was published before it.
+        first = min((one for one in ready if one.no_ack), key=lambda one: one.claim.id, default=ready[0])
+        delivery = first if first.claim.id < ready[0].claim.id else ready[0]
+        window = delivery.window
+        room = window.free(no_ack=delivery.no_ack)
+        window.deliver(delivery)
+        # The others come first next time.
+        self._windows.remove(window)
+        self._windows.append(window)
+        if delivery.no_ack or not window.prefetch_count:
+            self._room_changed(window, room, no_ack=delivery.no_ack)
+        return delivery
 
     def _announce(self) -> None:
         if any(window.has_ready() for window in self._windows):
@@ -518,8 +591,10 @@ class DeliveryEngine:
             due = min(due, self._look_at)
         else:
             due = min(due, self._upkeep_at)
+            if self._unused_since is not None:
+                due = min(due, self._unused_since + REST_AFTER)
             if any(window.consumers for window in self._windows):
-                due = min(due, max(self._poll_at, rested, self._room_due(now)))
+                due = min(due, max(rested, self._room_due(now)))
         return max(due, self._retry_at)
 
     def _room_due(self, now: float) -> float:
@@ -528,11 +603,17 @@ class DeliveryEngine:
             for no_ack in {consumer.no_ack for consumer in window.consumers.values()}:
                 free = window.free(no_ack=no_ack)
                 if free > 0 and window.flow:
-                    enough = free * 2 >= window.size(no_ack=no_ack)
-                    due = min(due, now if enough else window.room_since + self._options.ack_delay)
+                    # Where the consumer could start something now, it waits for nothing else.
+                    enough = window.curbed or free * 2 >= window.size(no_ack=no_ack)
+                    room_due = now if enough else window.room_since + self._options.ack_delay
+                    waits = (window, no_ack) in self._found_nothing
+                    due = min(due, max(room_due, self._poll_at) if waits else room_due)
+                elif window.curbed:
+                    due = min(due, now + LOOK_FOR_ROOM)
         return due
 
-    def _intakes(self) -> list[_Intake]:
+    def _intakes(self, *, anyway: bool) -> list[_Intake]:
+        """Who has room for claims; nobody if none of them has a reason to look now, unless ``anyway``."""
         if self._stopping or self._retired is not None:
             return []
         intakes = []
@@ -542,7 +623,11 @@ class DeliveryEngine:
                 free = window.free(no_ack=no_ack)
                 if queues and free > 0 and window.flow:
                     intakes.append(_Intake(window, no_ack, queues, free))
-        return intakes
+                else:
+                    # What comes until it has room again, nobody here has looked for.
+                    self._found_nothing.discard((window, no_ack))
+        look = anyway or time.monotonic() >= self._poll_at
+        return intakes if look or any(intake.key not in self._found_nothing for intake in intakes) else []
 
     # -- the pump ----------------------------------------------------------------------------------
 
@@ -572,6 +657,8 @@ class DeliveryEngine:
             if self._retired is not None and self._let_go():
                 self._retired()
                 return
+            if self._rest():
+                return
 
     def _turn(self) -> bool:
         """One turn; returns whether something was written or claims were asked for: then the broker has answered."""
@@ -580,7 +667,8 @@ class DeliveryEngine:
         began = time.monotonic()
         with self._lock:
             batch, self._pending = self._pending, Batch()
-            intakes = self._intakes()
+            # Where something is acknowledged, a look costs no transaction of its own.
+            intakes = self._intakes(anyway=bool(batch.acks))
             wakes = self._wakes
         asked = bool(batch)
         requests: list[_Request] = []
@@ -617,7 +705,11 @@ class DeliveryEngine:
         if not requests:
             if not self._keeper.may_claim:
                 self._poll_at = max(self._poll_at, now + LOOK)
+                self._found_nothing.update((window, no_ack) for window in self._windows for no_ack in (False, True))
             return
+        for request in requests:
+            keys = {intake.key for intake in request.intakes}
+            self._found_nothing = self._found_nothing - keys if request.full else self._found_nothing | keys
         full = any(request.full for request in requests)
         self._split = any(request.curbed for request in requests) or (self._split and full)
         if full or woken:
@@ -669,9 +761,37 @@ class DeliveryEngine:
         """Take claims in: hold their leases, decode them, and put them into the buffers."""
         if not claims:
             return
+        decoded = [(claim, self._decode(claim)) for claim in claims]
         # Before anybody can see them: a lease that is not held is not renewed.
         self._keeper.hold(claims)
-        decoded = [(claim, self._decode(claim)) for claim in claims]
+        unknown: TaskgateError | None = None
+        revoked: set[int] = set()
+        try:
+            revoked = self.revoked.among(decoded)
+        except TaskgateError as error:
+            unknown = error
+        for claim, envelope in decoded:
+            # Told before it is settled: if this process ends in between, the next claim tells it again.
+            if claim.id in revoked and isinstance(envelope, Envelope):
+                self.revoked.drop(claim, envelope)
+        with self._lock:
+            broadcast = {queue for window in self._windows for queue in window.queues(no_ack=True)}
+        # What needs no acknowledgement is acknowledged before it is delivered, and that takes time. So it goes first: a
+        # task must not overtake the revocation that was published before it.
+        first = [pair for pair in decoded if pair[0].queue in broadcast]
+        rest = [pair for pair in decoded if pair[0].queue not in broadcast]
+        try:
+            self._take_in(first, revoked, deliver=unknown is None)
+        finally:
+            self._take_in(rest, revoked, deliver=unknown is None)
+        if unknown is not None:
+            raise unknown
+
+    def _take_in(
+        self, decoded: Sequence[tuple[Claim, Envelope | Undecodable]], revoked: Collection[int], *, deliver: bool
+    ) -> None:
+        if not decoded:
+            return
         at_once = Batch()
         with self._lock:
             for claim, envelope in decoded:
@@ -679,13 +799,17 @@ class DeliveryEngine:
                 action: Action | None = None
                 if isinstance(envelope, Undecodable):
                     action = Action.UNDECODABLE
-                elif delivery.consumer is None:
-                    action = Action.RETURN  # its consumer was canceled in the meantime
+                elif claim.id in revoked:
+                    action = Action.CANCELED
+                elif delivery.consumer is None or not deliver:
+                    action = Action.RETURN  # its consumer was canceled in the meantime, or it may be revoked
                 elif delivery.no_ack:
                     action = Action.ACK
                 if action is None:
                     delivery.window.put(delivery)
                 else:
+                    # What is acknowledged is delivered then; all else never is.
+                    delivery.no_ack = action is Action.ACK
                     delivery.stage = Stage.SETTLING
                     detail = str(envelope) if isinstance(envelope, Undecodable) else None
                     at_once.add(Settlement(delivery, action, time.monotonic(), detail))
@@ -763,7 +887,10 @@ class DeliveryEngine:
                 self._keeper.hold(claims)
             envelope = self._decode(claim)
             if isinstance(envelope, Undecodable):
-                self._fail_undecodable(claim, str(envelope))
+                self._settle_undelivered(claim, Action.UNDECODABLE, str(envelope))
+            elif self._is_revoked(claim, envelope):
+                self.revoked.drop(claim, envelope)
+                self._settle_undelivered(claim, Action.CANCELED)
             elif not no_ack or not self.broker.ack_many(claims):
                 with self._lock:
                     delivery = self._register(claim, envelope, None)
@@ -774,12 +901,26 @@ class DeliveryEngine:
                 return delivery
         return None
 
-    def _fail_undecodable(self, claim: Claim, detail: str) -> None:
+    def _is_revoked(self, claim: Claim, envelope: Envelope) -> bool:
         try:
-            self.broker.fail(claim, FailKind.SKIP, reason=Reason.UNDECODABLE, detail=detail)
+            return bool(self.revoked.among([(claim, envelope)]))
+        except TaskgateError:
+            self._settle_undelivered(claim, Action.RETURN)
+            raise
+
+    def _settle_undelivered(self, claim: Claim, action: Action, detail: str | None = None) -> None:
+        try:
+            if action is Action.UNDECODABLE:
+                self.broker.fail(claim, FailKind.SKIP, reason=Reason.UNDECODABLE, detail=detail)
+            elif action is Action.CANCELED:
+                self.broker.finish_canceled(claim)
+            else:
+                self.broker.requeue(claim, delivered=False)
         except LeaseLost:
             logger.debug("execution %d is not ours any more", claim.id)
-        self._keeper.drop([claim])
+        finally:
+            # If that could not be written, the keeper finds a lease that nobody here knows, and gives it back.
+            self._keeper.drop([claim])
 
     # -- retired -----------------------------------------------------------------------------------
 

@@ -52,3 +52,26 @@ class Message(base.Message):
             delivery_info=delivery_info,
             postencode="utf-8",
         )
+        #: How what worked on it died. A rejection that requeues is then a loss, and is counted as one.
+        self.lost: str | None = None
+
+    def reject(self, requeue: bool = False) -> None:
+        """Make it a dead letter, or give it back.
+
+        Raises:
+            MessageStateError: it was settled before.
+        """
+        if not requeue or self.lost is None or self.acknowledged:
+            super().reject(requeue=requeue)
+            return
+        self.channel.basic_lost(self.delivery_tag, self.lost)
+        self._state = "REQUEUED"
+
+    def give_back(self) -> None:
+        """Give it back as if it had never been delivered: nobody has begun to work on it, and nobody will.
+
+        From any thread. Nothing happens when it was settled before.
+        """
+        if not self.acknowledged:
+            self.channel.basic_return_unseen(self.delivery_tag)
+            self._state = "REQUEUED"

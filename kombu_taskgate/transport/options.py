@@ -12,7 +12,7 @@ from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from ..core.errors import ConfigError
-from ..core.settings import BrokerSettings
+from ..core.settings import LONGEST, BrokerSettings
 from .foreign_options import ENCRYPTION, KOMBU, REASONS
 from .zones import naive_zone, prepare
 
@@ -31,11 +31,14 @@ class EngineOptions:
             lease time, at least 0.5.
         timezone: zone of an ``eta`` or ``expires`` that names none, e.g. ``Europe/Berlin``; ``None``: that of the
             Celery app's settings, and UTC in a program without Celery.
+        revoke_expires: how long a revocation is stored; ``None``: as long as Celery's workers remember one, which
+            the environment variable CELERY_WORKER_REVOKE_EXPIRES sets (10800).
     """
 
     ack_delay: float = 0.005
     reap_interval: float | None = None
     timezone: str | None = None
+    revoke_expires: float | None = None
     _naive: tzinfo | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -43,6 +46,8 @@ class EngineOptions:
             raise ConfigError(f"ack_delay must not be negative, not {self.ack_delay!r}")
         if self.reap_interval is not None and not self.reap_interval > 0:
             raise ConfigError(f"reap_interval must be more than 0 seconds, not {self.reap_interval!r}")
+        if self.revoke_expires is not None and not 0 <= self.revoke_expires <= LONGEST:
+            raise ConfigError(f"revoke_expires must be 0 seconds to 100 years, not {self.revoke_expires!r}")
         if self.timezone is None:
             prepare()
         else:

@@ -24,6 +24,8 @@ class Action(Enum):
     #: Nobody has seen it.
     RETURN = "return"
     REJECT = "reject"
+    #: What ran it died.
+    LOST = "loss"
     UNDECODABLE = "undecodable"
     CANCELED = "finish as canceled"
 
@@ -100,11 +102,13 @@ class Settler:
                 self._outcome(same, lost)
 
     def _write_one(self, settlement: Settlement) -> bool:
-        """Write a rejection; returns whether it was refused."""
+        """Write a rejection or a loss; returns whether it was refused."""
         claim, action = settlement.claim, settlement.action
         try:
             if action is Action.CANCELED:
                 self._broker.finish_canceled(claim)
+            elif action is Action.LOST:
+                self._broker.fail(claim, FailKind.LOST, detail=settlement.detail)
             else:
                 reason = Reason.UNDECODABLE if action is Action.UNDECODABLE else Reason.REJECTED
                 self._broker.fail(claim, FailKind.SKIP, reason=reason, detail=settlement.detail)
@@ -157,9 +161,10 @@ class Settler:
             return settlement.action is Action.ACK
         except TaskgateError:
             return False
-        return task.state is {
-            Action.ACK: State.COMPLETED,
-            Action.REJECT: State.FAILED,
-            Action.UNDECODABLE: State.FAILED,
-            Action.CANCELED: State.CANCELED,
-        }.get(settlement.action, State.PENDING)
+        return task.state in {
+            Action.ACK: {State.COMPLETED},
+            Action.REJECT: {State.FAILED},
+            Action.LOST: {State.PENDING, State.FAILED},
+            Action.UNDECODABLE: {State.FAILED},
+            Action.CANCELED: {State.CANCELED},
+        }.get(settlement.action, {State.PENDING})

@@ -8,7 +8,7 @@ from typing import Any
 from kombu.transport import base
 
 from ..core.errors import ConfigError
-from . import errors, url
+from . import errors, plugins, url
 from .channel import Channel
 from .connection import Connection
 from .options import parse_options
@@ -55,6 +55,7 @@ class Transport(base.Transport):
 
     def __init__(self, client: Any, **kwargs: Any) -> None:
         super().__init__(client, **kwargs)
+        plugins.tell()
         url.hide_password(client)
         url.forget_old_port(client)
         if client.cycle is not None and not isinstance(client.cycle, url.Alternates):
@@ -120,3 +121,7 @@ class Transport(base.Transport):
     def as_uri(self, uri: str, include_password: bool = False, mask: str = "**") -> str:
         """The URL as people may see it."""
         return url.shown_url(self.client, include_password=include_password, mask=mask)
+
+
+# A worker on greenlets looks at the class, right before it puts its steps together, and makes none until later.
+plugins.tell()

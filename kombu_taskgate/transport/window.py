@@ -69,6 +69,11 @@ class Window:
         self.prefetch_count = 0
         #: Whether the consumer wants messages (``channel.flow``).
         self.flow = True
+        #: How many more messages the consumer could work on now, if somebody knows; see :meth:`free`.
+        self.can_start: Callable[[], int] | None = None
+        #: Deliveries whose callback has not returned: the consumer may not have counted them yet. Only the thread
+        #: that drains writes it.
+        self.in_hand = 0
         self.consumers: dict[str, Consumer] = {}
         #: When room came up that nobody has filled yet (monotonic seconds).
         self.room_since = 0.0
@@ -89,10 +94,17 @@ class Window:
         """How many places are free; negative when the window has been made smaller."""
         if no_ack:
             return UNLIMITED - self._buffered_no_ack
-        taken = len(self._buffer) - self._buffered_no_ack
-        if self.prefetch_count:
-            taken += self._counted
-        return self.size(no_ack=False) - taken
+        buffered = len(self._buffer) - self._buffered_no_ack
+        taken = buffered + (self._counted if self.prefetch_count else 0)
+        free = self.size(no_ack=False) - taken
+        if self.can_start is not None and free > 0:
+            free = min(free, self.can_start() - buffered - self.in_hand)
+        return free
+
+    @property
+    def curbed(self) -> bool:
+        """Whether room may come up without a settlement: nobody tells when a consumer could start more."""
+        return self.can_start is not None
 
     @property
     def outstanding(self) -> int:
@@ -119,21 +131,23 @@ class Window:
         self._buffer.append(delivery)
         self._buffered_no_ack += delivery.no_ack
 
-    def next_ready(self) -> Delivery | None:
-        """Hand out the next delivery that may go out now."""
-        if not self.flow:
-            return None
-        for place, delivery in enumerate(self._buffer):
-            if delivery.no_ack or self.can_consume():
-                del self._buffer[place]
-                self._buffered_no_ack -= delivery.no_ack
-                self.hand_out(delivery)
-                return delivery
+    def first_ready(self) -> Delivery | None:
+        """The next delivery that may go out now; it stays where it is."""
+        if self.flow:
+            for delivery in self._buffer:
+                if delivery.no_ack or self.can_consume():
+                    return delivery
         return None
 
     def has_ready(self) -> bool:
-        """Whether :meth:`next_ready` would find something."""
+        """Whether :meth:`first_ready` would find something."""
         return self.flow and (self._buffered_no_ack > 0 or (bool(self._buffer) and self.can_consume()))
+
+    def deliver(self, delivery: Delivery) -> None:
+        """Hand out what :meth:`first_ready` has found."""
+        self._remove(delivery)
+        self.hand_out(delivery)
+        self.in_hand += 1
 
     def hand_out(self, delivery: Delivery) -> None:
         """Give a delivery its tag; unless ``no_ack`` it is unsettled from now on."""

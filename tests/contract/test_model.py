@@ -33,6 +33,7 @@ from kombu_taskgate.core.model import (
     StateChange,
     Task,
 )
+from kombu_taskgate.core.revocations import Revocation
 from kombu_taskgate.core.settings import BrokerSettings
 from kombu_taskgate.testing.clock import FakeClock
 from kombu_taskgate.testing.stores import InDatabase
@@ -41,6 +42,7 @@ QUEUES = ("a", "b")
 ALL = Filter(limit=10**6)
 #: More than any example holds: a claim with this limit takes all that is ready.
 EVERYTHING = 1000
+REVOKED = (Revocation("t1"), Revocation("t2"), Revocation("t1", "header"))
 #: Small numbers, so that every limit is met within an example.
 LIMITS: dict[str, Any] = {
     "lease_ttl": 10,
@@ -132,6 +134,7 @@ WAYS: dict[str, Callable[[Broker, Lease, int], Any]] = {
     "requeue unseen": lambda broker, lease, now: broker.requeue(lease, delivered=False),
     "skip": lambda broker, lease, now: broker.fail(lease, FailKind.SKIP, reason=Reason.UNDECODABLE, detail="why"),
     "throttle": lambda broker, lease, now: broker.fail(lease, FailKind.THROTTLED, delay=2.0),
+    "lose": lambda broker, lease, now: broker.fail(lease, FailKind.LOST, detail="killed"),
 }
 
 
@@ -194,6 +197,7 @@ class Commands(RuleBasedStateMachine):
         {
             "queue": st.sampled_from(QUEUES),
             "type": st.sampled_from(["", "t"]),
+            "task_id": st.sampled_from([None, "t1", "t2"]),
             "priority": st.sampled_from([0, 0, 0, -1, 2]),
             "when": st.sampled_from([None, None, None, ("delay", 0.0), ("delay", 4.0), ("run_at", -5), ("run_at", 12)]),
             "expires": st.sampled_from([None, None, None, 2, 15, -1]),
@@ -210,6 +214,7 @@ class Commands(RuleBasedStateMachine):
         task = NewTask(
             wanted["queue"],
             type=wanted["type"],
+            task_id=wanted["task_id"],
             priority=wanted["priority"],
             expires_at=None if wanted["expires"] is None else now + wanted["expires"] * 1000,
             expires_in=wanted["expires_in"],
@@ -355,6 +360,18 @@ class Commands(RuleBasedStateMachine):
     def cancel(self, number: int) -> None:
         self.both(lambda side: side.broker.cancel(side.id(number)))
 
+    @rule(numbers=st.lists(AGO, max_size=3), task_ids=st.lists(st.sampled_from(["t1", "t2"]), max_size=1))
+    def cancel_waiting(self, numbers: list[int], task_ids: list[str]) -> None:
+        def command(side: Side) -> Any:
+            found = side.broker.cancel_waiting([side.id(number) for number in numbers], task_ids=task_ids)
+            return [_task(side, task) for task in found], side.broker.cancel_waiting(task_ids=task_ids)
+
+        self.both(command)
+
+    @rule(revoked=st.lists(st.sampled_from(REVOKED), max_size=2), keep=st.sampled_from([5.0, 40.0]))
+    def revoke(self, revoked: list[Revocation], keep: float) -> None:
+        self.both(lambda side: side.broker.revocations.add(revoked, keep))
+
     @rule(number=AGO, payload=st.sampled_from([None, b"new"]), allow_completed=st.booleans(), cancel=st.booleans())
     def replay(self, number: int, payload: bytes | None, allow_completed: bool, cancel: bool) -> None:
         id_of = self.sides[0].id(number)
@@ -422,6 +439,9 @@ class Commands(RuleBasedStateMachine):
         wanted = Filter(queue=queue, states=states, key=key, offset=offset, limit=limit)
         self.both(lambda side: [_task(side, task) for task in side.broker.list(wanted)])
         self.both(lambda side: side.broker.counts())
+        self.both(lambda side: [_task(side, task) for task in side.broker.waiting(limit=limit + 1)])
+        self.both(lambda side: (side.broker.revocations.find(REVOKED), side.broker.revocations.any()))
+        self.both(lambda side: side.broker.running(["t1", "t2"]))
         self.both(lambda side: _task(side, side.broker.get(side.id(offset))))
 
 

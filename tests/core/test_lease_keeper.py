@@ -34,14 +34,14 @@ class Flaky(MemoryBroker):
     hanging = False
     closed = 0
 
-    def renew_session(self, session: Session) -> Renewal:
+    def renew_session(self, session: Session, *, look: bool = True) -> Renewal:
         if self.answers is not None:
             self.hanging = True
             self.answers.wait(30)
         if self.down:
             raise StoreUnavailable("down")
         self.renewals += 1
-        return super().renew_session(session)
+        return super().renew_session(session, look=look)
 
     def close_session(self, session: Session) -> int:
         self.closed += 1

@@ -162,6 +162,7 @@ def test_the_thread_and_its_connection_end_with_the_last_watch(hearer, postgresq
     assert sessions_that_listen(postgresql_url, hearer.broker._channel) == 1
     second.close()
     second.close()
+    assert not second.live
     assert not [thread for thread in threading.enumerate() if thread.name == "taskgate-listener"]
     wait_until(lambda: not sessions_that_listen(postgresql_url, hearer.broker._channel), "the connection is closed")
 

@@ -241,9 +241,9 @@ def test_two_channels_share_a_queue_within_their_windows(connect):
 
 def test_two_consumers_of_a_channel_take_turns(connect_memory):
     connection = connect_memory()
-    publish(connection, "q", *range(20))
     channel = connection.channel()
     with consuming(connection, "q", channel=channel) as one, consuming(connection, "q", channel=channel) as two:
+        publish(connection, "q", *range(20))
         while len(one) + len(two) < 20:
             connection.drain_events(timeout=DEADLINE)
     assert (len(one), len(two)) == (10, 10)

@@ -191,6 +191,61 @@ def test_messages_published_elsewhere_are_found(connect):
         drain(connection, taken, 1)
 
 
+# -- order -----------------------------------------------------------------------------------------
+
+
+def publish_together(connection: Any, *queues: str) -> None:
+    """One message to each of the queues, in this order and in one transaction, so that one turn claims them all."""
+    with connection.channel() as channel:
+        batch = channel.create_publish_batch(100)
+        for queue in queues:
+            batch.publish(channel.prepare_message(b"", content_type="text/plain"), routing_key=queue)
+        batch.flush()
+
+
+def outstanding(connection: Any) -> int:
+    return sum(window.outstanding for window in connection.connection.engine._windows)
+
+
+def test_a_task_does_not_overtake_the_broadcast_before_it(connect):
+    """A revocation and then the task, as Celery's test_revoked_by_headers_simple_canvas."""
+    connection = connect()
+    with consuming(connection, "tasks") as tasks, consuming(connection, "control", no_ack=True) as control:
+        for _ in range(3):
+            publish_together(connection, "control", "tasks")
+            wait_until(lambda: outstanding(connection) == 2 + len(tasks), "both are here")
+            connection.drain_events(timeout=DEADLINE)
+            assert len(control) == len(tasks) + 1, "the broadcast comes first"
+            drain(connection, tasks, len(control))
+
+
+def test_a_task_waits_while_the_broadcast_before_it_is_acknowledged(connect_memory, monkeypatch):
+    connection = connect_memory()
+    broker = connection.connection.broker
+    may_ack, real = threading.Event(), broker.ack_many
+    monkeypatch.setattr(broker, "ack_many", lambda leases: may_ack.wait(DEADLINE) and real(leases))
+    with consuming(connection, "tasks") as tasks, consuming(connection, "control", no_ack=True) as control:
+        publish_together(connection, "control", "tasks")
+        try:
+            assert nothing_comes(connection)
+        finally:
+            may_ack.set()
+        connection.drain_events(timeout=DEADLINE)
+        assert (len(control), len(tasks)) == (1, 0)
+        drain(connection, tasks, 1)
+
+
+def test_old_tasks_and_broadcasts_take_turns(connect_memory):
+    """A broadcast does not wait behind everything that was published before it."""
+    connection = connect_memory()
+    publish(connection, "tasks", *range(20))
+    with consuming(connection, "tasks") as tasks, consuming(connection, "control", no_ack=True) as control:
+        publish(connection, "control", "news")
+        wait_until(lambda: outstanding(connection) == 21, "all are here")
+        drain(connection, control, 1)
+        assert len(tasks) <= 2
+
+
 # -- outages ---------------------------------------------------------------------------------------
 
 
@@ -670,3 +725,62 @@ def test_a_queue_somebody_else_declared_is_kept_too(connect):
         while time.monotonic() < deadline:
             assert other.connection.broker.topology.queue("theirs") is not None
             time.sleep(0.05)
+
+
+def test_undecodable_messages_are_not_delivered_to_those_who_do_not_acknowledge(connect_memory):
+    """A message that becomes a dead letter is not also delivered, empty."""
+    connection = connect_memory()
+    connection.connect()
+    broker = connection.connection.broker
+    id = broker.enqueue(NewTask("q", payload=b"garbage"))
+    with consuming(connection, "q", no_ack=True) as taken:
+        wait_until(lambda: broker.get(id).state is State.FAILED, "a dead letter")
+        publish(connection, "q", "after")
+        drain(connection, taken, 1)
+        assert nothing_comes(connection)
+    assert taken.bodies == ["after"]
+
+
+# -- resting ---------------------------------------------------------------------------------------
+
+
+def threads_of_engines() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("taskgate-")]
+
+
+def test_an_engine_that_nobody_uses_rests_and_works_again(connect, monkeypatch):
+    monkeypatch.setattr("kombu_taskgate.transport.engine.REST_AFTER", 0.2)
+    connection = connect()
+    publish(connection, "q", 1)
+    channel = connection.channel()
+    with consuming(connection, "q", channel=channel) as taken:
+        drain(connection, taken, 1)
+        wait_until(lambda: threads_of_engines() != [], "it runs")
+    time.sleep(0.5)
+    assert threads_of_engines() != [], "there still is something to settle"
+    taken[0].ack()
+    wait_until(lambda: threads_of_engines() == [], "it rests")
+    assert size(connection, "q") == 0
+    assert connection.connection.broker.list() == []
+    publish(connection, "q", 2, 3)
+    with consuming(connection, "q", channel=channel) as taken:
+        drain(connection, taken, 2)
+        for message in taken:
+            message.ack()
+        wait_until(lambda: connection.connection.consumers_of("q") == 1, "it is counted again")
+    wait_until(lambda: threads_of_engines() == [], "it rests again")
+    publish(connection, "q", 4)
+    assert get(connection, "q") == 4
+    wait_until(lambda: threads_of_engines() == [], "and again")
+    assert connection.connection.broker.list() == []
+
+
+def test_a_resting_engine_ends_with_its_connection(connect_memory, monkeypatch):
+    monkeypatch.setattr("kombu_taskgate.transport.engine.REST_AFTER", 0.1)
+    for end in ("collect", "close"):
+        connection = connect_memory()
+        assert get(connection, "q") is None
+        wait_until(lambda: threads_of_engines() == [], "it rests")
+        engine = connection.connection.engine
+        getattr(connection, end)()
+        assert engine._stopping

@@ -53,6 +53,16 @@ def test_it_can_be_imported_in_the_middle_of_kombus_own_start():
     assert out.strip() == "kombu_taskgate.transport.transport"
 
 
+def test_a_program_without_celery_imports_the_package():
+    """kombu.Connection alone does not import kombu's serializers, and so no entry point either."""
+    out = run(
+        "import sys, kombu_taskgate\n"
+        "from kombu import Connection\n"
+        "print(type(Connection('taskgate+memory://').connect()).__module__, 'celery' in sys.modules)\n"
+    )
+    assert out.strip() == "kombu_taskgate.transport.connection False"
+
+
 def test_the_serializer_name_can_neither_write_nor_read():
     registry = kombu.serialization.SerializerRegistry()
     registry.register("json", lambda value: "{}", lambda text: {}, "application/json")

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import sqlalchemy as sa
 
+from kombu_taskgate.core.memory import MemoryBroker, MemoryStore
 from kombu_taskgate.core.model import NewTask
+from kombu_taskgate.core.settings import BrokerSettings
 from kombu_taskgate.core.sql import SqlBroker
 from kombu_taskgate.core.watch import LOOK_ON
 from kombu_taskgate.testing.stores import InDatabase
 from kombu_taskgate.testing.threads import wait_until
+from kombu_taskgate.transport import declared as declared_module
 from kombu_taskgate.transport.codec import Envelope, encode
 from tests.transport.conftest import connections
 from tests.transport.helpers import consuming, drain
@@ -159,3 +163,24 @@ def idle_looks(statements: Statements, seconds: float = 1.0) -> None:
         return len(statements.seen) == before
 
     wait_until(calm, "the tables are not read any more")
+
+
+# -- noting who consumes ---------------------------------------------------------------------------
+
+
+def test_who_slept_for_long_notes_its_consumers_again(monkeypatch):
+    broker = MemoryBroker(BrokerSettings("memory://"), store=MemoryStore())
+    now = [1000.0]
+    monkeypatch.setattr(declared_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    declared = declared_module.Declared(broker)
+    session = broker.open_session("me", 60.0)
+    assert declared.keep(session, {"q": 1}) == declared_module.LONGEST
+    assert broker.topology.consumers("q") == 1
+    # As pruning does with the traces of a session that is long over.
+    broker.topology.set_consumers(session, {"q": 0})
+    now[0] += declared_module.LONGEST
+    declared.keep(session, {"q": 1})
+    assert broker.topology.consumers("q") == 0
+    now[0] += 86400.0
+    declared.keep(session, {"q": 1})
+    assert broker.topology.consumers("q") == 1

@@ -9,14 +9,31 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
+from functools import partial
+from typing import Any
 
 from celery import Celery, Task
+from celery.apps.worker import Worker
+from celery.exceptions import Reject
 from celery.signals import worker_process_init
 from celery.worker.control import control_command
-from kombu.exceptions import ConnectionError
+
+from kombu_taskgate.transport.errors import RecoverableConnectionError
+from tests.workers.requests import OwnTask
+
+
+class LoopLess(Worker):  # type: ignore[misc]  # Celery has no types
+    """A worker that does without an event loop, as Celery's does where a transport has none."""
+
+    def should_use_eventloop(self) -> bool:
+        return False
+
 
 app = Celery("taskgate-tests")
+if os.environ.get("TASKGATE_TEST_NO_LOOP"):
+    app.Worker = partial(LoopLess, app=app)
 app.conf.update(
     broker_url=os.environ["TASKGATE_TEST_URL"],
     broker_transport_options=json.loads(os.environ.get("TASKGATE_TEST_OPTIONS", "{}")),
@@ -68,12 +85,36 @@ def hold_until(self: Task, path: str) -> None:
     note("end", self)
 
 
+@app.task(bind=True, base=OwnTask)
+def hold_own(self: Task, path: str) -> None:
+    """The same, with a request class of the app's own."""
+    hold_until.run.__func__(self, path)
+
+
 @app.task(bind=True, max_retries=5)
 def flaky(self: Task, failures: int, countdown: float = 0.1) -> None:
     """Fail a few times first."""
     note("start", self, retries=self.request.retries)
     if self.request.retries < failures:
         raise self.retry(countdown=countdown)
+    note("end", self)
+
+
+@app.task(bind=True, max_retries=5)
+def retry_after(self: Task, path: str) -> None:
+    """Retry at once when a file appears."""
+    note("start", self, retries=self.request.retries)
+    while not os.path.exists(path):  # noqa: PTH110  # as in hold_until
+        time.sleep(0.01)
+    raise self.retry(countdown=0)
+
+
+@app.task(bind=True)
+def spawn(self: Task, number: int = 1) -> None:
+    """Publish more work."""
+    note("start", self)
+    for _ in range(number):
+        work.delay(tag=self.request.id)
     note("end", self)
 
 
@@ -85,10 +126,56 @@ def kill_self(self: Task) -> None:
 
 
 @app.task(bind=True)
+def kill_once(self: Task) -> None:
+    """Die on the first delivery."""
+    note("start", self)
+    if not self.request.delivery_info["redelivered"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    note("end", self)
+
+
+@app.task(bind=True)
+def leave(self: Task) -> None:
+    """End the process in good order, as a library might."""
+    note("start", self)
+    sys.exit(3)
+
+
+@app.task(bind=True)
+def reject(self: Task, times: int) -> None:
+    """Give the own message back a few times."""
+    note("start", self)
+    mark = f"{os.environ['TASKGATE_TEST_JOURNAL']}.{self.request.id}"
+    with open(mark, "a+b") as file:  # noqa: PTH123  # as light as can be
+        done = file.tell()
+        file.write(b".")
+    if done < times:
+        raise Reject("not now", requeue=True)
+    note("end", self)
+
+
+@app.task(bind=True, rate_limit="1/h")
+def seldom(self: Task) -> None:
+    """Once an hour in each worker."""
+    note("start", self)
+    note("end", self)
+
+
+@app.task(bind=True)
 def echo(self: Task, *args: object, **kwargs: object) -> None:
     """Note what came."""
     note("start", self, args=list(args), kwargs=kwargs)
     note("end", self)
+
+
+@control_command()
+def lose_connection(state: Any) -> None:
+    """Make Celery believe that its connection broke."""
+    state.consumer.hub.call_later(0.01, _break)
+
+
+def _break() -> None:
+    raise RecoverableConnectionError("a test has cut it")
 
 
 @worker_process_init.connect
@@ -100,17 +187,6 @@ def _unbuffered(**_: object) -> None:
 def publish(self: Task, tag: str) -> None:
     """Publish another task, over whatever connection this process has for it."""
     work.delay(0, tag)
-
-
-@control_command()
-def lose_connection(state: object) -> str:
-    """Have Celery believe that its connection is lost, as when something raises inside its event loop."""
-    state.consumer.hub.call_soon(_raise, ConnectionError("a test says so"))  # type: ignore[attr-defined]
-    return "lost"
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 if os.environ.get("TASKGATE_TEST_PUBLISH"):

@@ -232,6 +232,8 @@ class Lab:
             process.wait(10)
             if process.stdout is not None:
                 process.stdout.close()
+        # The app leaves its connections open: a ping's engine would go on renewing until the process ends.
+        self.app.pool.force_close_all()
         self.app.close()
         self.broker.close()
 

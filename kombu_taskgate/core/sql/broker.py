@@ -39,6 +39,7 @@ from ..wakeup import Wakeup
 from ..watch import Polling, Wake, Watch
 from . import claim, control, leases, publish, queries, quota, settle
 from .looks import Looks, channel_name
+from .revocations import SqlRevocations
 from .topology import SqlTopology
 from .work import Work, repeat
 
@@ -78,6 +79,7 @@ class SqlBroker:
             raise
         self.sql = Statements(self.tables, dialect, clock)
         self.topology = SqlTopology(self.database, self.sql, self._bindings_changed, self._is_told)
+        self.revocations = SqlRevocations(self.database, self.sql)
         ttls = {queue: to_ms(ttl) for queue, ttl in settings.queue_lease_ttl.items()}
         self._extend = self.sql.extend(ttls, to_ms(settings.lease_ttl))
         self._wakeup = Wakeup()
@@ -337,6 +339,8 @@ class SqlBroker:
         """See the contract."""
         if retry_at is not None and delay is not None:
             raise ConfigError("give retry_at or delay, not both")
+        if kind is FailKind.LOST and (retry_at is not None or delay is not None):
+            raise ConfigError("what was lost is ready at once: give neither retry_at nor delay")
         publish.check_times(retry_at, delay)
         if detail is not None:
             detail = storable(detail)[: self._max_payload]
@@ -390,9 +394,9 @@ class SqlBroker:
         """See the contract."""
         return self._run(lambda work: leases.open_session(work, storable(owner), ttl), confirm=repeat, reserved=True)
 
-    def renew_session(self, session: Session) -> Renewal:
+    def renew_session(self, session: Session, *, look: bool = True) -> Renewal:
         """See the contract."""
-        return self.database.renew(lambda conn: leases.renew_session(self._work(conn), session))
+        return self.database.renew(lambda conn: leases.renew_session(self._work(conn), session, look=look))
 
     def close_session(self, session: Session) -> int:
         """See the contract."""
@@ -425,13 +429,24 @@ class SqlBroker:
 
     def prune(self, limit: int = 1000) -> int:
         """See the contract."""
-        return self._run(lambda work: control.prune(work, limit), confirm=repeat)
+        number = self._run(lambda work: control.prune(work, limit), confirm=repeat)
+        return max(number, self.revocations.sweep(limit))
 
     # -- control -------------------------------------------------------------------------------------
 
     def cancel(self, id: int) -> State:
         """See the contract."""
         return self._run(lambda work: control.cancel(work, id))
+
+    def cancel_waiting(self, ids: Sequence[int] = (), *, task_ids: Sequence[str] = ()) -> Sequence[Task]:
+        """See the contract."""
+
+        def done(conn: sa.Connection, canceled: Sequence[Task]) -> bool:
+            # All or none; if none, doing it again does no harm.
+            row = conn.execute(self.sql.get, {"p_id": canceled[0].id}).first() if canceled else None
+            return row is not None and row.state == State.CANCELED
+
+        return self._run(lambda work: control.cancel_waiting(work, ids, task_ids), confirm=done)
 
     def replay(self, id: int, *, payload: bytes | None = None, allow_completed: bool = False) -> int:
         """See the contract."""
@@ -464,6 +479,17 @@ class SqlBroker:
         """See the contract."""
         query = queries.listing(self.tables, filter or Filter())
         return [queries.to_task(row) for row in self.database.read(lambda conn: conn.execute(query).all())]
+
+    def waiting(self, after: int = 0, limit: int = 1000) -> Sequence[Task]:
+        """See the contract."""
+        page = {"p_after": after, "p_limit": limit}
+        return [
+            queries.to_task(row) for row in self.database.read(lambda c: c.execute(self.sql.see_waiting, page).all())
+        ]
+
+    def running(self, task_ids: Sequence[str]) -> set[str]:
+        """See the contract."""
+        return self.database.read(lambda conn: queries.running(conn, self.sql, task_ids))
 
     def queue_len(self, queue: str) -> int:
         """See the contract."""

@@ -78,7 +78,7 @@ def _claim_queue(work: Work, queue: str, limit: int, claimer: Claimer) -> list[C
         rows = _take(work, queue, limit - len(good), claimer)
         expired = [row for row in rows if row.expires_at is not None and row.expires_at <= row.now]
         gone = {row.id for row in expired}
-        worn = [row for row in rows if row.deliveries > work.settings.max_deliveries and row.id not in gone]
+        worn = [row for row in rows if _unsettled(row) > work.settings.max_deliveries and row.id not in gone]
         bad = gone | {row.id for row in worn}
         taken = [row for row in rows if row.id not in bad]
         good.extend(_claim_of(row, claimer, work.settings.ttl_of(queue)) for row in taken)
@@ -95,6 +95,11 @@ def _claim_queue(work: Work, queue: str, limit: int, claimer: Claimer) -> list[C
         if not bad or len(good) >= limit:
             break
     return good
+
+
+def _unsettled(row: Any) -> int:
+    """Deliveries that nobody told the end of; business failures and throttlings have caps of their own."""
+    return int(row.deliveries - row.attempts - row.throttled)
 
 
 def _drop_expired(work: Work, queue: str) -> None:

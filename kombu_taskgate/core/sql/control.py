@@ -1,13 +1,17 @@
-"""cancel, replay, purge, prune."""
+"""cancel, cancel_waiting, replay, purge, prune."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from ..clock import to_ms
 from ..errors import AlreadyFinal, AlreadyReplayed, CompletedNotAllowed, ReplayNotFinal, TaskNotFound
-from ..model import FINAL, Reason, State
+from ..model import FINAL, Reason, State, Task
 from ..schema import LANE_READY
 from . import publish
 from .links import finish, remove
+from .queries import to_task
 from .work import Work, chunks
 
 #: A dead holder or a closed quota window is remembered for a day, for people who look.
@@ -29,6 +33,18 @@ def cancel(work: Work, id: int) -> State:
         return state
     finish(work, [row], State.CANCELED, Reason.CANCELED)
     return State.CANCELED
+
+
+def cancel_waiting(work: Work, ids: Sequence[int], task_ids: Sequence[str]) -> list[Task]:
+    """Cancel what waits under ids and task_ids; the others are left alone. Tells them as they were."""
+    found: dict[int, Any] = {}
+    for part in chunks(sorted(set(ids))):
+        found.update((row.id, row) for row in work.run(work.sql.lock_waiting, p_ids=part))
+    for names in chunks(sorted(set(task_ids))):
+        found.update((row.id, row) for row in work.run(work.sql.lock_waiting_of, p_task_ids=names))
+    rows = [found[id] for id in sorted(found)]
+    finish(work, rows, State.CANCELED, Reason.CANCELED)
+    return [to_task(row) for row in rows]
 
 
 def replay(work: Work, id: int, payload: bytes | None, *, allow_completed: bool) -> int:

@@ -9,9 +9,9 @@ from typing import Any
 import sqlalchemy as sa
 
 from ..clock import to_ms
-from ..model import HeartbeatResult, Lease, Reason, Renewal, Session, State
-from .links import cancel_blocked, finish, tell_children, wake
-from .settle import give_back, keys_of
+from ..model import HeartbeatResult, Lease, Renewal, Session
+from .links import cancel_blocked, tell_children, wake
+from .settle import give_back, keys_of, lose
 from .work import Work, chunks
 
 #: Rows taken back in one round of one reap.
@@ -50,11 +50,13 @@ def _insert(work: Work, session: Session) -> None:
     work.run_timed(work.sql.insert_session, id=session.id, owner=session.owner[:255], p_ttl=to_ms(session.ttl))
 
 
-def renew_session(work: Work, session: Session) -> Renewal:
+def renew_session(work: Work, session: Session, *, look: bool) -> Renewal:
     """Extend a holder's leases. Its row may have been removed since, if it slept for days."""
     if not work.run_timed(work.sql.renew_session, p_id=session.id, p_ttl=to_ms(session.ttl)).rowcount:
         _insert(work, session)
     renewal = Renewal()
+    if not look:
+        return renewal
     for row in work.run(work.sql.session_leases, p_id=session.id):
         renewal.held[row.id] = row.token
         if row.cancel_mark:
@@ -90,16 +92,7 @@ def _take_back(work: Work, pick: Callable[[int], Sequence[Any]]) -> int:
     rows = pick(REAP)
     if not rows:
         return 0
-    marked = [row for row in rows if row.cancel_mark]
-    counted = [row for row in rows if not row.cancel_mark]
-    for part in chunks(counted):
-        work.run(work.sql.count_loss, p_ids=[row.id for row in part])
-    worn = [row for row in counted if row.lease_lost + 1 >= work.settings.lease_lost_max]
-    finish(work, marked, State.CANCELED, Reason.CANCELED)
-    detail = f"{work.settings.lease_lost_max} workers lost their lease on it"
-    finish(work, worn, State.FAILED, Reason.LEASE_LOST, detail=detail)
-    ended = {row.id for row in worn}
-    give_back(work, [row for row in counted if row.id not in ended])
+    lose(work, rows)
     return len(rows)
 
 

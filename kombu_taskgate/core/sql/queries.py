@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -63,3 +63,11 @@ def queue_lens(conn: sa.Connection, sql: Statements, queues: Iterable[str]) -> d
 def counts(conn: sa.Connection, sql: Statements) -> dict[tuple[str, State], int]:
     """Rows per (type, state)."""
     return {(row[0], State(row[1])): row[2] for row in conn.execute(sql.counts)}
+
+
+def running(conn: sa.Connection, sql: Statements, task_ids: Sequence[str]) -> set[str]:
+    """Those of the task_ids under which something runs."""
+    found: set[str] = set()
+    for part in chunks(task_ids):
+        found.update(conn.execute(sql.running, {"p_task_ids": part}).scalars())
+    return found

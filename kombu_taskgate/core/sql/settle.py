@@ -104,6 +104,8 @@ def fail(
 ) -> State:
     """Count the failure and let it wait or end; returns the new state."""
     row = held_one(work, lease)
+    if kind is FailKind.LOST:
+        return lose(work, [row], reason=reason, detail=detail)[row.id]
     attempts = row.attempts + (kind is FailKind.BUSINESS)
     throttled = row.throttled + (kind is FailKind.THROTTLED)
     if kind is not FailKind.SKIP:
@@ -128,6 +130,26 @@ def fail(
     work.woken.add(row.queue)
     work.changed([row], State.RETRYING)
     return State.RETRYING
+
+
+def lose(
+    work: Work, rows: Sequence[Any], *, reason: Reason | None = None, detail: str | None = None
+) -> dict[int, State]:
+    """Take locked running rows from a holder that is gone; returns their new states by id."""
+    marked = [row for row in rows if row.cancel_mark]
+    counted = [row for row in rows if not row.cancel_mark]
+    for part in chunks(counted):
+        work.run(work.sql.count_loss, p_ids=[row.id for row in part])
+    worn = [row for row in counted if row.lease_lost + 1 >= work.settings.lease_lost_max]
+    finish(work, marked, State.CANCELED, Reason.CANCELED)
+    usual = f"{work.settings.lease_lost_max} workers lost their lease on it"
+    finish(work, worn, State.FAILED, reason or Reason.LEASE_LOST, detail=detail or usual)
+    ended = {row.id for row in worn}
+    give_back(work, [row for row in counted if row.id not in ended])
+    states = {row.id: State.PENDING for row in counted}
+    states.update((row.id, State.CANCELED) for row in marked)
+    states.update((row.id, State.FAILED) for row in worn)
+    return states
 
 
 def requeue_many(work: Work, leases: Sequence[Lease], *, delivered: bool) -> list[Lease]:

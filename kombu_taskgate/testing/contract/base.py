@@ -64,6 +64,7 @@ def settlers(broker: Broker) -> dict[str, Callable[[Lease], object]]:
         "fail": lambda lease: broker.fail(lease, FailKind.BUSINESS),
         "throttle": lambda lease: broker.fail(lease, FailKind.THROTTLED),
         "skip": lambda lease: broker.fail(lease, FailKind.SKIP),
+        "lose": lambda lease: broker.fail(lease, FailKind.LOST),
         "requeue": broker.requeue,
         "heartbeat": broker.heartbeat,
         "finish_canceled": broker.finish_canceled,

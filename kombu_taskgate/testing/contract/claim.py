@@ -8,7 +8,7 @@ import pytest
 
 from kombu_taskgate.core.broker import Broker
 from kombu_taskgate.core.errors import ConfigError
-from kombu_taskgate.core.model import Lease, State
+from kombu_taskgate.core.model import FailKind, Lease, State
 from kombu_taskgate.testing.clock import FakeClock
 from kombu_taskgate.testing.threads import errors_of, together
 
@@ -209,6 +209,22 @@ class ClaimCases(Cases):
         task = broker.get(id)
         assert (task.state, task.reason, task.deliveries) == (State.FAILED, "max_deliveries", 3)
         assert (state_of(broker, child), broker.get(child).reason) == (State.CANCELED, "parent")
+
+    @pytest.mark.parametrize("kind", [FailKind.BUSINESS, FailKind.THROTTLED])
+    def test_told_failures_are_not_worn(self, store: Store, clock: FakeClock, kind: FailKind) -> None:
+        """A delivery whose end was told as a failure or a throttling has its own cap; max_deliveries is for others."""
+        broker = store.open(clock=clock, max_deliveries=3, throttled_max=9)
+        id = put(broker, max_retry=9)
+        for _ in range(6):
+            assert broker.fail(take(broker), kind) is State.RETRYING
+        for delivery in range(7, 10):
+            claim = take(broker)
+            assert claim.deliveries == delivery
+            broker.requeue(claim)
+        assert broker.dequeue([QUEUE]) == []
+        task = broker.get(id)
+        assert (task.state, task.reason, task.deliveries) == (State.FAILED, "max_deliveries", 9)
+        assert task.detail == "delivered 3 times without being settled"
 
     def test_worn_do_not_use_up_the_limit(self, store: Store, clock: FakeClock) -> None:
         """A dead letter in front does not hide what is good behind it."""

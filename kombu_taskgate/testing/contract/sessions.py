@@ -33,6 +33,17 @@ class SessionCases(Cases):
         broker.ack(claim)
         assert broker.renew_session(session) == Renewal()
 
+    def test_renewal_without_a_look(self, broker: Broker, clock: FakeClock) -> None:
+        """It renews all the same, and tells nothing."""
+        session = broker.open_session("w", 5)
+        id = put(broker)
+        claim = take(broker, owner="w", session=session)
+        for _ in range(20):
+            clock.advance(4)
+            assert broker.renew_session(session, look=False) == Renewal()
+            assert broker.reap_expired() == 0
+        assert broker.renew_session(session).held == {id: claim.token}
+
     def test_session_boundary(self, broker: Broker, clock: FakeClock) -> None:
         """At the session's end itself its leases are still valid; a millisecond later they are not."""
         session = broker.open_session("w", 30)

@@ -10,6 +10,7 @@ import pytest
 from kombu_taskgate.core.broker import Broker
 from kombu_taskgate.core.errors import (
     AlreadyFinal,
+    ConfigError,
     LeaseLost,
     ReplayNotFinal,
     TaskCanceled,
@@ -78,6 +79,49 @@ class SettleCases(Cases):
         assert (task.state, task.reason, task.detail) == (State.FAILED, "rejected", "no such task")
         assert (task.attempts, task.throttled, task.lease_lost, task.owner) == (0, 0, 0, "w")
 
+    def test_lost(self, store: Store, clock: FakeClock) -> None:
+        """A holder that tells the loss: counted as by the reaper, ready at once at its old place, ended at the cap."""
+        broker = store.open(clock=clock, lease_lost_max=3)
+        first, second = put_many(broker, 2)
+        run_at = broker.get(first).run_at
+        for count in (1, 2):
+            clock.advance(3)
+            assert broker.fail(take(broker, owner="w"), FailKind.LOST, detail="signal 9") is State.PENDING
+            task = broker.get(first)
+            assert (task.state, task.lease_lost, task.deliveries, task.run_at) == (State.PENDING, count, count, run_at)
+            assert (task.attempts, task.throttled, task.lease_until, task.owner) == (0, 0, None, None)
+            assert (task.reason, task.detail) == (None, None)
+        assert broker.fail(take(broker, owner="w"), FailKind.LOST, detail="signal 9") is State.FAILED
+        task = broker.get(first)
+        assert (task.state, task.lease_lost, task.reason) == (State.FAILED, 3, "lease_lost")
+        assert (task.detail, task.owner, task.finished_at) == ("signal 9", "w", clock.now_ms())
+        assert take(broker).id == second
+
+    def test_losses_of_both_kinds_are_one_count(self, store: Store, clock: FakeClock) -> None:
+        """What was reaped and what was told add up, and end in the same words."""
+        broker = store.open(clock=clock, lease_ttl=10, lease_lost_max=2)
+        id = put(broker)
+        take(broker)
+        clock.advance(11)
+        assert broker.reap_expired() == 1
+        assert broker.fail(take(broker), FailKind.LOST) is State.FAILED
+        told = broker.get(id)
+        other = put(broker)
+        broker.fail(take(broker), FailKind.LOST)
+        take(broker)
+        clock.advance(11)
+        assert broker.reap_expired() == 1
+        reaped = broker.get(other)
+        assert (told.lease_lost, told.reason, told.detail) == (reaped.lease_lost, reaped.reason, reaped.detail)
+
+    def test_lost_takes_no_time(self, broker: Broker) -> None:
+        """What was lost is ready at once: a time is an error, and changes nothing."""
+        id = put(broker)
+        claim = take(broker)
+        for time in ({"delay": 0.0}, {"retry_at": 0}):
+            assert isinstance(error_of(partial(broker.fail, claim, FailKind.LOST, **time)), ConfigError)
+        assert state_of(broker, id) is State.RUNNING
+
     def test_reason_of_the_caller(self, broker: Broker) -> None:
         """A caller that knows the reason better says so."""
         id = put(broker)
@@ -112,7 +156,9 @@ class SettleCases(Cases):
         with pytest.raises(TaskNotFound):
             broker.get(id)
 
-    @pytest.mark.parametrize("name", ["ack", "fail", "throttle", "skip", "requeue", "heartbeat", "finish_canceled"])
+    @pytest.mark.parametrize(
+        "name", ["ack", "fail", "throttle", "skip", "lose", "requeue", "heartbeat", "finish_canceled"]
+    )
     def test_token_ends_with_the_lease(self, broker: Broker, clock: FakeClock, name: str) -> None:
         """A token is good for nothing while nobody holds the execution, whatever gave it back."""
         settle = settlers(broker)[name]
@@ -269,7 +315,7 @@ class SettleCases(Cases):
             settlers(broker)[name](claim)
             assert state_of(broker, id) is end
 
-    @pytest.mark.parametrize("name", ["requeue", "fail", "throttle"])
+    @pytest.mark.parametrize("name", ["requeue", "fail", "throttle", "lose"])
     def test_giving_back_does_not_lose_a_cancel(self, broker: Broker, clock: FakeClock, name: str) -> None:
         """A marked execution that is given back is canceled, or whoever claims it next is told at once."""
         id = put(broker)

@@ -9,6 +9,7 @@ from .leases import LeaseCases
 from .query import QueryCases
 from .quota import QuotaCases
 from .replay import ReplayCases
+from .revocations import RevocationCases
 from .roundtrip import RoundTripCases
 from .sessions import SessionCases
 from .settle import SettleCases
@@ -25,6 +26,7 @@ class BrokerContract(
     SessionCases,
     DependencyCases,
     CancelCases,
+    RevocationCases,
     QueryCases,
     ReplayCases,
     QuotaCases,

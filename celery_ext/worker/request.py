@@ -1,0 +1,186 @@
+"""Requests that tell the transport what Celery can't: that a run was lost, and that one never began.
+
+A lost pool process, a hard time limit and a task's own ``Reject(requeue=True)`` all reach a transport as the same
+``reject(requeue=True)``. The class that a worker makes of each message is Celery's documented extension point
+(``Task.Request``); here it knows why a request is rejected, and whether it has been handed to the pool.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from billiard.einfo import ExceptionWithTraceback
+from celery.exceptions import TimeLimitExceeded, WorkerLostError
+from celery.utils.imports import symbol_by_name
+from celery.worker import state
+
+from kombu_taskgate.transport.message import Message
+
+if TYPE_CHECKING:
+    from celery.worker.request import Request as _Base
+else:
+    _Base = object
+
+#: What a request fails with when the process that ran it is gone (see ``Request.on_failure``; the last two are told
+#: by newer versions of billiard).
+_DEATHS = (WorkerLostError, SystemExit, KeyboardInterrupt)
+
+#: The strategy that asks :meth:`TaskgateRequest.revoked` before it hands anything to the pool.
+_STRATEGY = "celery.worker.strategy:default"
+
+#: Guards who has each request: the pool, or nobody yet. Held for a few instructions only.
+_lock = threading.Lock()
+#: Requests that have not begun, as far as is known. Strong references: Celery drops its own when it closes.
+_waiting: set[TaskgateRequest] = set()
+
+
+class TaskgateRequest(_Base):
+    """Mixed into the request class of each task; see :func:`request_class`."""
+
+    acknowledged: bool  # the Request's
+    _loss: str | None = None
+    _timed_out = False
+    #: The pool has been asked to run it.
+    _handed = False
+    #: It has begun to run.
+    _begun = False
+    _given_back = False
+    #: What keeps a run that was given back from beginning.
+    _stop: type[BaseException] | None = None
+
+    def __init__(self, message: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(message, *args, **kwargs)
+        # Another strategy may start what it has in ways that are not known here.
+        if isinstance(message, Message) and self.task.Strategy == _STRATEGY:
+            _waiting.add(self)
+
+    # -- losses ------------------------------------------------------------------------------------
+
+    def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> Any:
+        """Celery calls it when a run has failed, also when its process died."""
+        error = exc_info.exception
+        if isinstance(error, ExceptionWithTraceback):
+            error = error.exc
+        with self._losing(error, isinstance(error, TimeLimitExceeded)):
+            return super().on_failure(exc_info, *args, **kwargs)
+
+    def on_timeout(self, soft: bool, timeout: float) -> Any:
+        """Celery calls it when a time limit has passed; the process is killed when it was the hard one."""
+        with self._losing(None if soft else TimeLimitExceeded(timeout), not soft):
+            return super().on_timeout(soft, timeout)
+
+    @contextmanager
+    def _losing(self, error: Any, timed_out: bool) -> Iterator[None]:
+        """What is requeued in here was lost, unless the worker itself has ended the run."""
+        if not (self._already_cancelled or self._already_revoked or _terminating()):
+            if timed_out:
+                self._loss, self._timed_out = f"hard time limit exceeded: {error}", True
+            elif isinstance(error, _DEATHS):
+                self._loss = str(error) or type(error).__name__
+        try:
+            yield
+        finally:
+            self._loss, self._timed_out = None, False
+
+    def acknowledge(self) -> None:
+        """Acknowledge the message."""
+        _waiting.discard(self)
+        super().acknowledge()
+
+    def reject(self, requeue: bool = False) -> None:
+        """Reject the message; one that goes back because its run was lost says so."""
+        _waiting.discard(self)
+        # Celery 5.4 rejects for good here what newer versions put back.
+        requeue = requeue or self._timed_out
+        if requeue and self._loss is not None and isinstance(self.message, Message):
+            self.message.lost = self._loss
+        super().reject(requeue=requeue)
+
+    # -- giving back -------------------------------------------------------------------------------
+
+    def revoked(self) -> bool:
+        """Whether it must not run. Celery asks when the message comes, and again right before the pool gets it."""
+        # It is reserved from the moment when it is on its way to the pool, and not before.
+        if self in state.reserved_requests:
+            with _lock:
+                if self._given_back:
+                    return True
+                self._handed = True
+        answer: bool = super().revoked()
+        return answer
+
+    def on_accepted(self, pid: int, time_accepted: float) -> Any:
+        """Celery calls it when a run begins: before the task in pools of threads, after the fact in others.
+
+        It raises what :meth:`give_back` was told to, when that was quicker; the task is not called then.
+        """
+        with _lock:
+            if self._given_back and self._stop is not None:
+                raise self._stop
+            self._begun = True
+        _waiting.discard(self)
+        return super().on_accepted(pid, time_accepted)
+
+    def give_back(self, stop: type[BaseException] | None) -> bool:
+        """Give the message back as never delivered, if the task has certainly not begun and can be kept from it.
+
+        Args:
+            stop: what to raise in :meth:`on_accepted` to keep the task from being called; ``None`` where that comes
+                too late, so that what the pool has can't be stopped.
+
+        Returns:
+            whether it was given back.
+        """
+        with _lock:
+            if self._given_back or self._begun or self.acknowledged or (self._handed and stop is None):
+                return False
+            self._given_back, self._stop = True, stop
+            # Whoever of Celery's parts still has it settles it no more.
+            self.acknowledged = True
+        _waiting.discard(self)
+        self.message.give_back()
+        return True
+
+
+def _terminating() -> bool:
+    """Whether the worker ends without waiting for what runs. The flag is an exit code, so 0 is a yes."""
+    return state.should_terminate is not None and state.should_terminate is not False
+
+
+def waiting(app: Any, hostname: str) -> list[TaskgateRequest]:
+    """Requests of a worker that have not begun, as far as is known."""
+    return [request for request in tuple(_waiting) if request.app is app and request.hostname == hostname]
+
+
+def forget(app: Any, hostname: str) -> None:
+    """Let go of them: their connection is lost, and Celery has dropped them.
+
+    The transport gives back what nobody has any more, and it can't see that as long as it is kept here.
+    """
+    _waiting.difference_update(waiting(app, hostname))
+
+
+@cache
+def _mixed(base: Any) -> type[Any]:
+    return type(base.__name__, (TaskgateRequest, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+
+
+def request_class(named: Any) -> type[Any]:
+    """The class for a task's requests: the one that the task names, a class or its path, with ours mixed in."""
+    base: Any = symbol_by_name(named)
+    return base if issubclass(base, TaskgateRequest) else _mixed(base)
+
+
+def mix_in(tasks: Mapping[str, Any]) -> bool:
+    """Give all tasks their request class; returns whether any did not have it yet."""
+    changed = False
+    for task in tasks.values():
+        wanted = request_class(task.Request)
+        if task.Request is not wanted:
+            task.Request = wanted
+            changed = True
+    return changed
