@@ -15,6 +15,7 @@ from ..core.errors import TaskgateError
 from ..core.factory import open_broker
 from ..core.ready import Ready
 from ..core.settings import BrokerSettings
+from ..core.within import within
 from . import control, declared, process
 from .engine import DeliveryEngine
 from .errors import RecoverableConnectionError, kombu_errors
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kombu_taskgate.transport")
 
+#: How long in seconds whoever closes a connection waits for the database, the last settlements included.
+CLOSE_WITHIN = 15.0
 #: Most deliveries of one call from the event loop, and seconds it may take: other descriptors want their turn.
 MOST_AT_ONCE, LONGEST_AT_ONCE = 64, 0.02
 
@@ -219,6 +222,17 @@ class Connection:
         for channel in list(self.channels):
             channel.close()
         self._closed = True
+        self._leave_loop()
+        if self._engine is None and not self.declared.exclusive():
+            self._release()
+        elif not within(CLOSE_WITHIN, self._finish, "taskgate-closing"):
+            logger.warning(
+                "the broker has not answered for %g s: closing the connection without it; what was not acknowledged "
+                "will run again when its leases have ended",
+                CLOSE_WITHIN,
+            )
+
+    def _finish(self) -> None:
         self._delete_exclusive()
         self._release()
 
@@ -241,6 +255,8 @@ class Connection:
             self._engine.retire(self._release)
 
     def _delete_exclusive(self) -> None:
+        if self._engine is not None and self._engine.out:
+            return  # they expire
         try:
             for name in self.declared.exclusive():
                 declared.delete_queue(self.broker, name)

@@ -310,6 +310,11 @@ class DeliveryEngine:
         """How many settlements were refused because the lease was lost."""
         return self._settler.refused
 
+    @property
+    def out(self) -> bool:
+        """Whether the broker could not be used when it was last tried; what need not be done is then left."""
+        return self._out_since is not None
+
     def add_window(self, window: Window) -> None:
         """Take part in the deliveries of a channel."""
         with self._lock:
@@ -440,6 +445,22 @@ class DeliveryEngine:
         """
         with self._turn_lock:
             self._write_pending()
+
+    def flush_last(self) -> None:
+        """As :meth:`flush`, for somebody who closes and can't do anything about it: tries once, and does not raise.
+
+        What could not be written is written later, or the leases end by themselves.
+        """
+        if self.out:
+            return
+        try:
+            self.flush()
+        except TaskgateError as error:
+            self._went_wrong(error)
+
+    def unanswered(self) -> None:
+        """Note that the broker has not answered somebody who closes, for a long time."""
+        self._went_wrong(StoreUnavailable("it does not answer"))
 
     def get(self, window: Window, queue: str, *, no_ack: bool) -> Delivery | None:
         """Fetch one message, after writing the settlements that wait.
@@ -634,7 +655,7 @@ class DeliveryEngine:
                     return
             try:
                 with self._turn_lock:
-                    self._turn()
+                    asked = self._turn()
             except TaskgateError as error:
                 self._went_wrong(error)
             except Exception:
@@ -642,14 +663,16 @@ class DeliveryEngine:
                 logger.exception("a turn of the delivery engine failed")
                 self._went_wrong(None)
             else:
-                self._went_well()
+                if asked:
+                    self._went_well()
             if self._retired is not None and self._let_go():
                 self._retired()
                 return
             if self._rest():
                 return
 
-    def _turn(self) -> None:
+    def _turn(self) -> bool:
+        """One turn; returns whether something was written or claims were asked for: then the broker has answered."""
         if self._retired is not None:
             self._give_back_abandoned()
         began = time.monotonic()
@@ -658,6 +681,7 @@ class DeliveryEngine:
             # Where something is acknowledged, a look costs no transaction of its own.
             intakes = self._intakes(anyway=bool(batch.acks))
             wakes = self._wakes
+        asked = bool(batch)
         requests: list[_Request] = []
         try:
             self._settler.write_others(batch)
@@ -682,6 +706,7 @@ class DeliveryEngine:
                 self._plan_next_look(requests, began=began, woken=wakes != self._wakes)
         if self._retired is None and time.monotonic() >= self._upkeep_at:
             self._upkeep_at = time.monotonic() + self._upkeep()
+        return asked or bool(requests)
 
     def _plan_next_look(self, requests: Sequence[_Request], *, began: float, woken: bool) -> None:
         now = time.monotonic()

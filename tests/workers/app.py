@@ -204,3 +204,14 @@ def _break() -> None:
 @worker_process_init.connect
 def _unbuffered(**_: object) -> None:
     os.environ["PYTHONUNBUFFERED"] = "1"
+
+
+@app.task(bind=True)
+def publish(self: Task, tag: str) -> None:
+    """Publish another task, over whatever connection this process has for it."""
+    work.delay(0, tag)
+
+
+if os.environ.get("TASKGATE_TEST_PUBLISH"):
+    # As apps do that start something when they are imported: the main process has used its connections before it forks.
+    work.delay(0, os.environ["TASKGATE_TEST_PUBLISH"])

@@ -93,6 +93,7 @@ class SqlBroker:
         self._listener: Listener | None = None
         if self._tells:
             self._listener = Listener(self.database, self._channel, self._send, self.topology.forget_bindings)
+            self.database.on_lost = self._listener.suspect
         self._turn = 0
         self._quiet = False
         self._promoted_at = 0.0
