@@ -7,6 +7,8 @@ A lost pool process, a hard time limit and a task's own ``Reject(requeue=True)``
 
 from __future__ import annotations
 
+import logging
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
+logger = logging.getLogger("celery_ext.worker")
+
 #: What a request fails with when the process that ran it is gone (see ``Request.on_failure``; the last two are told
 #: by newer versions of billiard).
 _DEATHS = (WorkerLostError, SystemExit, KeyboardInterrupt)
@@ -42,6 +46,8 @@ class TaskgateRequest(_Base):
     """Mixed into the request class of each task; see :func:`request_class`."""
 
     acknowledged: bool  # the Request's
+    id: str
+    name: str
     _loss: str | None = None
     _timed_out = False
     #: The pool has been asked to run it.
@@ -100,6 +106,34 @@ class TaskgateRequest(_Base):
             self.message.lost = self._loss
         super().reject(requeue=requeue)
 
+    # -- what a pool can't do ------------------------------------------------------------------------
+
+    def terminate(self, pool: Any, signal: Any = None) -> None:
+        """Celery calls it for ``revoke(terminate=True)``."""
+        with self._going_on_if_it_must("terminated"):
+            try:
+                super().terminate(pool, signal)
+            except BaseException as ended:
+                # It was to end as soon as it begins, and so has ended the greenlet that is in here: before Celery could
+                # tell anybody, and settle the message.
+                if _is_greenlet_exit(ended) and not self._already_revoked:
+                    self._announce_revoked("terminated", True, signal, False)
+                raise
+
+    def cancel(self, pool: Any, *args: Any, **kwargs: Any) -> None:
+        """Celery calls it when its connection is lost and ``worker_cancel_long_running_tasks_on_connection_loss``."""
+        with self._going_on_if_it_must("canceled"):
+            super().cancel(pool, *args, **kwargs)
+
+    @contextmanager
+    def _going_on_if_it_must(self, what: str) -> Iterator[None]:
+        """Threads can't be ended, and their pool says so with an exception: the others still are to be dealt with."""
+        try:
+            yield
+        # What threads have not begun has no method for it either.
+        except (NotImplementedError, AttributeError) as error:
+            logger.warning("task %s[%s] can't be %s and goes on: %s", self.name, self.id, what, error)
+
     # -- giving back -------------------------------------------------------------------------------
 
     def revoked(self) -> bool:
@@ -144,6 +178,12 @@ class TaskgateRequest(_Base):
         _waiting.discard(self)
         self.message.give_back()
         return True
+
+
+def _is_greenlet_exit(error: BaseException) -> bool:
+    """Whether a greenlet was killed; without importing greenlet, which only some pools need."""
+    greenlet = sys.modules.get("greenlet")
+    return greenlet is not None and isinstance(error, greenlet.GreenletExit)
 
 
 def _terminating() -> bool:

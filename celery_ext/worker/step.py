@@ -12,6 +12,7 @@ from celery.worker.consumer.tasks import Tasks
 from kombu.common import ignore_errors
 
 from kombu_taskgate.transport.transport import Transport
+from kombu_taskgate.transport.url import masked
 
 from . import request
 from .names import warn_of_namesake
@@ -62,6 +63,8 @@ class WorkerStep(bootsteps.StartStopStep):
         if c.app.conf.get("worker_disable_prefetch"):
             logger.info("worker_disable_prefetch: taskgate claims no more than the pool can run (whatever Celery says)")
             c.task_consumer.channel.limit_claims(lambda: pool_room(c))
+        if not c.disable_rate_limits:
+            c.task_consumer.channel.put_aside(lambda: rate_limited(c))
         self._stop_watch()
         self._watch = ShutdownWatch(c.hostname, lambda: give_back(c))
         self._watch.start()
@@ -75,6 +78,16 @@ class WorkerStep(bootsteps.StartStopStep):
         if self._upkeep is not None:
             self._upkeep.cancel()
         self._upkeep = hub.call_repeatedly(UPKEEP, c.pool.maintain_pool)
+
+    def info(self, c: Any) -> dict[str, Any]:
+        """What ``inspect stats`` shows of the broker. Celery's own shows the query of the URL as it is."""
+        if not c.connection:
+            return {}
+        shown = dict(c.connection.info())
+        shown.pop("password", None)
+        shown["hostname"] = masked(str(shown.get("hostname") or ""))
+        shown["alternates"] = [masked(str(url)) for url in shown.get("alternates") or ()]
+        return {"broker": shown}
 
     def close(self, c: Any) -> None:
         """The worker ends: the last look for what has not begun, after Celery has emptied its waiting lists."""
@@ -134,6 +147,12 @@ def pool_room(c: Any) -> int:
     scaler = getattr(c.controller, "autoscaler", None)
     size = c.pool.num_processes if scaler is None else scaler.max_concurrency
     return int(size) - len(state.reserved_requests)
+
+
+def rate_limited(c: Any) -> int:
+    """How many tasks wait in this worker for their ``rate_limit``."""
+    # A copy: remote control may change a limit in another thread.
+    return sum(len(bucket.contents) for bucket in list(c.task_buckets.values()) if bucket)
 
 
 def _tell_of_early_acks(app: Any) -> None:

@@ -83,7 +83,8 @@ class Broker(Protocol):
         ``run_at``, then id; several queues share the limit fairly, and no queue starves another.
         Each claim gets a new lease token, a lease of the queue's lease_ttl, and one more delivery. Claimed
         under a ``session``, the lease also lives while the session is renewed.
-        Expired executions met on the way become ``canceled`` (reason ``expired``); those already delivered
+        Expired executions met on the way become ``canceled`` (reason ``expired``), or are removed where their queue
+        has an ``expires`` (see :class:`.topology.Queue`) and nothing is linked to them; those already delivered
         ``max_deliveries`` times become ``failed`` (reason ``max_deliveries``). A delivery that ended in a business
         failure or a throttling is not among these: those have caps of their own.
 
@@ -199,6 +200,12 @@ class Broker(Protocol):
         ``pending``. Also wakes or cancels blocked executions whose parents have all ended.
         """
 
+    def drop_expired(self, queues: Sequence[str]) -> int:
+        """Do to expired executions at the front of these queues what ``dequeue`` does; returns how many.
+
+        For queues whose consumers may be slow or gone. Behind one that has not expired others may stay.
+        """
+
     def prune(self, limit: int = 1000) -> int:
         """Delete at most ``limit`` final executions past their keeping time, and what only they needed.
 
@@ -284,11 +291,11 @@ class Broker(Protocol):
         :data:`.watch.LOOK_ON` seconds.
         """
 
-    def due_in(self) -> float | None:
-        """Seconds until the first delayed execution is due, by the last look that found nothing; may be infinite.
+    def due_in(self, queues: Sequence[str]) -> float:
+        """How many seconds at the least there will be nothing to claim from these queues, unless somebody adds it.
 
-        ``None``: nobody has looked since the last claim. What is delayed, and what others had locked during the claim,
-        is not known then: look once more before sleeping for long.
+        By the last dequeue from them: 0 unless that has shown that they hold nothing that could be claimed, otherwise
+        the time until the first delayed execution is due, which may be infinite.
         """
 
     def wake(self) -> None:

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from sqlalchemy.pool import QueuePool
 from .dialects.base import Dialect, Verdict
 from .errors import ConfigError, StoreUnavailable, TaskgateError
 from .forkgate import ForkGate, Forks
+from .patience import Patience, Waiting
 from .settings import BrokerSettings
 
 logger = logging.getLogger("kombu_taskgate.database")
@@ -39,6 +40,8 @@ Confirm = Callable[[sa.Connection, T], "bool | None"]
 MAX_AGAIN = 50
 #: How often it is begun when its COMMIT is cut off each time.
 MAX_UNKNOWN = 3
+#: Longest wait in seconds for a statement that changes tables.
+SCHEMA_TIMEOUT = 3600.0
 #: Engines inherited over a fork, kept so that nothing closes the connections the parent uses.
 _inherited: list[sa.Engine] = []
 _databases: weakref.WeakSet[Database] = weakref.WeakSet()
@@ -61,6 +64,8 @@ class _Use(Enum):
     RENEWAL = "renewal"
     #: Listening, or asking whether anything has changed: what only makes sense on one and the same connection.
     ASIDE = "aside"
+    #: Creating and changing tables, which may take long.
+    SCHEMA = "schema"
 
 
 class _CommitUnknownError(Exception):
@@ -86,8 +91,12 @@ class Database:
         self.url = url
         #: Test hook, called with "before_commit" and "after_commit" around each commit.
         self.fault: Callable[[str], None] | None = None
+        #: Called when a connection turned out to be dead: others that were opened with it may be as well.
+        self.on_lost: Callable[[], None] = lambda: None
         self._begin = dialect.begin_with(settings)
         self._gate = None if dialect.survives_fork else ForkGate(_forks)
+        #: Of dialects whose drivers would wait for ever.
+        self._patience = Patience(dialect.descriptor) if dialect.waits_for_ever else None
         self._reset()
         _databases.add(self)
 
@@ -121,13 +130,20 @@ class Database:
             with self._lock:
                 engine = self._engines.get(use)
                 if engine is None:
-                    engine = self._engines[use] = self._create(self.settings.pool_size if use is _Use.WORK else 1)
+                    engine = self._engines[use] = self._create(use)
         return engine
 
-    def _create(self, size: int) -> sa.Engine:
-        options = self.dialect.engine_options(self.url, self.settings)
+    def _limit(self, use: _Use) -> float:
+        """Longest wait for one answer, in seconds."""
+        limits = {_Use.RENEWAL: self.settings.renewal_timeout, _Use.SCHEMA: SCHEMA_TIMEOUT}
+        return limits.get(use, self.settings.answer_timeout)
+
+    def _create(self, use: _Use) -> sa.Engine:
+        size = self.settings.pool_size if use is _Use.WORK else 1
+        options = self.dialect.engine_options(self.url, self.settings, self._limit(use))
         if "skip_autocommit_rollback" in inspect.signature(DefaultDialect.__init__).parameters:  # SQLAlchemy 2.0.43
             options["skip_autocommit_rollback"] = True
+        patience = self._patience
         engine = sa.create_engine(
             self.url,
             isolation_level="AUTOCOMMIT",
@@ -145,7 +161,15 @@ class Database:
 
         @sa.event.listens_for(engine, "connect")
         def prepare(connection: Any, record: object) -> None:
+            if patience is not None:
+                patience.connected(connection)
             self.dialect.on_connect(connection, self.settings)
+
+        if patience is not None:
+
+            @sa.event.listens_for(engine, "before_cursor_execute")
+            def asked(*_: object) -> None:
+                patience.asked()
 
         return engine
 
@@ -175,7 +199,7 @@ class Database:
         Raises:
             StoreUnavailable, ConfigError: there is none to be had.
         """
-        with self.translated():
+        with self.translated(), self._limited(_Use.ASIDE):
             conn = self._engine(_Use.ASIDE).connect()
         try:
             yield conn
@@ -183,12 +207,23 @@ class Database:
             self._throw_away(conn)
             conn.close()
 
+    @contextmanager
+    def answered(self, conn: sa.Connection) -> Iterator[None]:
+        """Let the block ask on a connection of :meth:`aside`; a question that gets no answer in time breaks it."""
+        with self._limited(_Use.ASIDE) as call:
+            call.on(conn.connection.dbapi_connection)
+            yield
+
+    def _limited(self, use: _Use) -> AbstractContextManager[Waiting]:
+        return nullcontext(Waiting(0.0)) if self._patience is None else self._patience.limit(self._limit(use))
+
     def transaction(
         self,
         work: Callable[[sa.Connection], T],
         *,
         confirm: Confirm[T] | None = None,
         reserved: bool = False,
+        schema: bool = False,
     ) -> T:
         """Run ``work`` in one transaction and return what it returns.
 
@@ -197,13 +232,18 @@ class Database:
             confirm: asked, when the connection broke in COMMIT, whether the transaction took effect. ``True``: it
                 did; ``False``: it did not, or doing it again does no harm; ``None``: that can't be known.
             reserved: use the connection that is kept free for heartbeats.
+            schema: it changes tables, which takes as long as it takes.
 
         Raises:
             StoreUnavailable: the database can't be reached or refuses; says when the outcome is unknown.
             ConfigError: it will never do this (rights, read-only file, wrong password, missing table).
         """
-        use = _Use.RENEWAL if reserved else _Use.WORK
-        return self._repeat(lambda: self._once(work, begin=self._begin, use=use), confirm)
+        use = _Use.SCHEMA if schema else _Use.RENEWAL if reserved else _Use.WORK
+        try:
+            return self._repeat(lambda: self._once(work, begin=self._begin, use=use), confirm)
+        finally:
+            if schema:
+                self._engine(use).dispose()
 
     def _repeat(self, attempt: Callable[[], T], confirm: Confirm[T] | None) -> T:
         deadline = time.monotonic() + self.settings.busy_timeout
@@ -213,6 +253,7 @@ class Database:
             try:
                 return attempt()
             except _CommitUnknownError as unknown:
+                self.on_lost()
                 took_effect = None if confirm is None else self._took_effect(unknown, confirm)
                 if took_effect:
                     return unknown.result  # type: ignore[no-any-return]  # a T, carried by the exception
@@ -239,20 +280,23 @@ class Database:
                 elif verdict is Verdict.GONE and not reconnected and _was_connected(error):
                     # A pooled connection that the server has closed: nothing was committed, so use a new one.
                     reconnected = True
+                    self.on_lost()
                 else:
                     raise self._translate(error, verdict) from error
 
     def _took_effect(self, unknown: _CommitUnknownError, confirm: Confirm[T]) -> bool | None:
         """Ask the database, with a few reconnects, whether the commit that broke took effect."""
         pause = 0.05
+        deadline = time.monotonic() + self.settings.answer_timeout
         for left in reversed(range(8)):
+            last = not left or time.monotonic() >= deadline
             try:
                 answer = self._once(lambda conn: confirm(conn, unknown.result), begin=None, use=_Use.WORK)
-                if answer is not None or not left:
+                if answer is not None or last:
                     return answer
                 time.sleep(pause)
             except (InjectedDisconnect, sa.exc.DBAPIError, sa.exc.TimeoutError) as error:
-                if not left:
+                if last:
                     raise StoreUnavailable(
                         f"the connection to {self.shown} broke while a transaction was committed, and it can't be "
                         "reached to see whether it took effect"
@@ -269,7 +313,8 @@ class Database:
 
     def _attempt(self, work: Callable[[sa.Connection], T], *, begin: str | None, use: _Use) -> T:
         result: T
-        with self._engine(use).connect() as conn:
+        with self._limited(use) as call, self._engine(use).connect() as conn:
+            call.on(conn.connection.dbapi_connection)
             if begin is None:
                 try:
                     return work(conn)

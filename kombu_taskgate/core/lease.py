@@ -29,6 +29,8 @@ logger = logging.getLogger("kombu_taskgate.lease")
 LOOK_EVERY = 3
 #: Part of the lease time after which a session that was not renewed is no longer trusted.
 TRUST = 0.8
+#: How long in seconds a stop waits for a round that is under way: it may hang in a dead network.
+STOP_WITHIN = 5.0
 Leases = Callable[[list[Lease]], None]
 _keepers: weakref.WeakSet[LeaseKeeper] = weakref.WeakSet()
 
@@ -78,8 +80,8 @@ class LeaseKeeper:
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._wake = threading.Event()
-        self._stopping = False
+        # Of the thread that runs now: one that hangs in a dead network is no concern of the next.
+        self._stop, self._wake = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._kept: dict[float, _Kept] = {}
         self._held: dict[tuple[int, int], Lease] = {}
@@ -97,28 +99,41 @@ class LeaseKeeper:
         with self._lock:
             if self._thread is not None:
                 return
-            self._stopping = False
             self._open(self._default)
-            self._thread = threading.Thread(target=self._run, name="taskgate-lease-keeper", daemon=True)
+            self._stop, self._wake = threading.Event(), threading.Event()
+            self._thread = threading.Thread(
+                target=self._run, args=(self._stop, self._wake), name="taskgate-lease-keeper", daemon=True
+            )
             self._thread.start()
 
     def stop(self) -> None:
-        """Stop renewing and close the sessions; what they still hold is requeued. Idempotent."""
+        """Stop renewing and close the sessions; what they still hold is requeued. Idempotent.
+
+        When a renewal gets no answer, nor would this: then the leases are left to end by themselves.
+        """
         with self._lock:
             thread, self._thread = self._thread, None
-            self._stopping = True
+            self._stop.set()
             self._wake.set()
         if thread is None:
             return
         if thread is not threading.current_thread():
-            thread.join()
-        for kept in self._kept.values():
-            try:
-                self._broker.close_session(kept.session)
-            except TaskgateError as error:
-                logger.warning("leases of %s could not be given back; they end by themselves: %s", self._owner, error)
-        self._kept.clear()
-        self._held.clear()
+            thread.join(STOP_WITHIN)
+        with self._lock:
+            kept, self._kept = self._kept, {}
+            self._held.clear()
+        self._give_back(list(kept.values()), "a renewal has not come back" if thread.is_alive() else None)
+
+    def _give_back(self, kept: list[_Kept], hanging: str | None) -> None:
+        why: object = hanging
+        for one in kept:
+            if why is None:
+                try:
+                    self._broker.close_session(one.session)
+                except TaskgateError as error:
+                    why = error
+        if why is not None:
+            logger.warning("leases of %s could not be given back; they end by themselves: %s", self._owner, why)
 
     @property
     def session(self) -> Session | None:
@@ -165,24 +180,26 @@ class LeaseKeeper:
         attempt = time.monotonic()
         kept = _Kept(self._broker.open_session(self._owner, ttl), attempt)
         self._kept = {**self._kept, ttl: kept}
+        # The thread may be asleep for longer than this session's lease time.
+        self._wake.set()
         return kept
 
-    def _run(self) -> None:
-        while not self._stopping:
-            pause = min(kept.next for kept in self._kept.values()) - time.monotonic()
-            if self._wake.wait(max(0.0, pause)):
-                self._wake.clear()
+    def _run(self, stop: threading.Event, wake: threading.Event) -> None:
+        while not stop.is_set():
+            pause = min((kept.next for kept in self._kept.values()), default=0.0) - time.monotonic()
+            if wake.wait(max(0.0, pause)):
+                wake.clear()
                 continue
-            for kept in self._kept.values():
-                if time.monotonic() >= kept.next and not self._stopping:
+            for kept in list(self._kept.values()):
+                if time.monotonic() >= kept.next and not stop.is_set():
                     try:
-                        self._round(kept)
+                        self._round(kept, stop)
                     except Exception:
                         # A keeper that dies silently would let its holder's leases end while it works.
                         logger.exception("a round of renewing the leases of %s failed", self._owner)
                         self._soon(kept)
 
-    def _round(self, kept: _Kept) -> None:
+    def _round(self, kept: _Kept, stop: threading.Event) -> None:
         attempt = time.monotonic()
         with self._lock:
             mine = {key: lease for key, lease in self._held.items() if self._belongs(lease, kept)}
@@ -192,9 +209,11 @@ class LeaseKeeper:
             found = self._broker.renew_session(kept.session, look=look)
         except TaskgateError as error:
             self._soon(kept)
-            if not self._failing:
+            if not self._failing and not stop.is_set():
                 self._failing = True
                 logger.warning("leases of %s can't be renewed now, will try again: %s", self._owner, error)
+            return
+        if stop.is_set():
             return
         if self._failing:
             self._failing = False

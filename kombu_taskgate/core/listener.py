@@ -138,6 +138,12 @@ class Listener:
         for watch in self._current():
             self.remove(watch)
 
+    def suspect(self) -> None:
+        """Have the connection tested now: another one of this process turned out to be dead."""
+        if self.live and self._stir is not None:
+            self._doubted = True
+            self._stir.set()
+
     def doubt(self) -> None:
         """Have the connection tested soon."""
         if self.live and time.monotonic() - self._tested_at >= DOUBT_EVERY:
@@ -182,7 +188,8 @@ class Listener:
         driver = conn.connection.dbapi_connection
         if driver is None:
             raise StoreUnavailable("the connection for listening was closed")
-        dialect.listen(conn, self._channel)
+        with self._database.answered(conn):
+            dialect.listen(conn, self._channel)
         with selectors.DefaultSelector() as selector:
             selector.register(dialect.descriptor(driver), selectors.EVENT_READ)
             selector.register(stir.fileno(), selectors.EVENT_READ)

@@ -322,8 +322,7 @@ class MemoryBroker:
             met = ready[: limit - len(taken)]
             if any(_expired(row, now) for row in met):
                 # More of the same kind are likely behind them.
-                for row in [row for row in ready if _expired(row, now)]:
-                    self._end(row, State.CANCELED, changes, Reason.EXPIRED)
+                self._expire([row for row in ready if _expired(row, now)], changes)
             worn = [r for r in met if r.state in _READY and _unsettled(r) >= self.settings.max_deliveries]
             for row in worn:
                 detail = f"delivered {_unsettled(row)} times without being settled"
@@ -334,6 +333,15 @@ class MemoryBroker:
             taken.extend(good)
             if len(good) == len(met):
                 return taken
+
+    def _expire(self, rows: Sequence[_Row], changes: Changes) -> None:
+        """End rows that nobody wants any more; of those in a queue that will go itself nothing is kept."""
+        for row in rows:
+            self._end(row, State.CANCELED, changes, Reason.EXPIRED)
+            queue = self._store.queues.get(row.queue)
+            linked = row.id in self._store.children or any(row.id in ids for ids in self._store.children.values())
+            if queue is not None and queue.expires is not None and not linked and not _in_chain(row):
+                self._remove(row)
 
     def _lease(self, row: _Row, now: int, owner: str, session: Session | None) -> None:
         self._store.last_token += 1
@@ -557,6 +565,14 @@ class MemoryBroker:
                 replay_of=id,
             ).id
 
+    def drop_expired(self, queues: Sequence[str]) -> int:
+        with self._transaction() as changes:
+            now = self._now()
+            rows = [r for r in self._rows() if r.queue in queues and r.state in _READY and r.run_at <= now]
+            expired = [row for row in rows if _expired(row, now)]
+            self._expire(expired, changes)
+            return len(expired)
+
     def purge(self, queue: str) -> int:
         with self._transaction() as changes:
             # Children before parents, as far as both are here: then nobody is told what would be removed anyway.
@@ -649,8 +665,8 @@ class MemoryBroker:
     def watch(self, wake: Wake) -> Watch:
         return Polling(self.settings.poll_max)
 
-    def due_in(self) -> float | None:
-        return math.inf
+    def due_in(self, queues: Sequence[str]) -> float:
+        return 0.0
 
     def wake(self) -> None:
         with self._store.changed:

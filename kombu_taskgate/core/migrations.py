@@ -86,7 +86,7 @@ def upgrade(database: Database, tables: Tables, to: int | None = None) -> int:
                 conn.execute(sa.insert(tables.version).values(id=1, version=number))
             return max(found, target)
 
-    return database.transaction(work)
+    return database.transaction(work, schema=True)
 
 
 def drop(database: Database, tables: Tables) -> None:
@@ -96,7 +96,7 @@ def drop(database: Database, tables: Tables) -> None:
         with database.dialect.schema_lock(conn, f"{tables.metadata.schema or ''}.{tables.prefix}"):
             tables.metadata.drop_all(conn)
 
-    database.transaction(work)
+    database.transaction(work, schema=True)
 
 
 def _refuse_newer(found: int, database: Database) -> None:

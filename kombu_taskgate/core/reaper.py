@@ -21,6 +21,8 @@ logger = logging.getLogger("kombu_taskgate.reaper")
 
 #: Seconds between two looks for rows to prune.
 PRUNE_EVERY = 300.0
+#: How long in seconds a stop waits for a round that is under way: it may hang in a dead network.
+STOP_WITHIN = 5.0
 _reapers: weakref.WeakSet[Reaper] = weakref.WeakSet()
 
 
@@ -58,39 +60,41 @@ class Reaper:
     def start(self) -> None:
         """Start the thread. Idempotent."""
         if self._thread is None:
-            self._stop.clear()
-            self._thread = threading.Thread(target=self._run, name="taskgate-reaper", daemon=True)
+            # Its own, so that a round that hangs in a dead network does not go on beside the next thread.
+            self._stop = threading.Event()
+            self._thread = threading.Thread(target=self._run, args=(self._stop,), name="taskgate-reaper", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread and wait for it. Idempotent."""
+        """Stop the thread and wait for it; a round that gets no answer ends it later. Idempotent."""
         thread, self._thread = self._thread, None
         self._stop.set()
         if thread is not None and thread is not threading.current_thread():
-            thread.join()
+            thread.join(STOP_WITHIN)
 
-    def _run(self) -> None:
-        while not self._stop.wait(self._interval * random.uniform(0.75, 1.25)):
+    def _run(self, stop: threading.Event) -> None:
+        while not stop.wait(self._interval * random.uniform(0.75, 1.25)):
             try:
-                self._round()
+                self._round(stop)
             except TaskgateError as error:
-                self._failed(error)
+                if not stop.is_set():
+                    self._failed(error)
             except Exception:
                 # A reaper that dies silently would leave the dead unreaped.
                 logger.exception("a reaping round failed")
             else:
                 self._failing = False
 
-    def _round(self) -> None:
+    def _round(self, stop: threading.Event) -> None:
         number = self._broker.reap_expired()
         if number:
             logger.warning("took back %d leases whose workers are gone", number)
         now = time.monotonic()
         if now - self._pruned >= PRUNE_EVERY:
             self._pruned = now
-            while self._broker.prune() >= 1000 and not self._stop.is_set():
+            while self._broker.prune() >= 1000 and not stop.is_set():
                 continue
-        if self._also is not None:
+        if self._also is not None and not stop.is_set():
             self._also()
 
     def _failed(self, error: TaskgateError) -> None:

@@ -17,7 +17,7 @@ from .model import MAX_NAME
 LONGEST = 100 * 366 * 86400.0
 _DURATIONS = (
     "lease_ttl", "keep_completed", "keep_failed", "pool_timeout", "connect_timeout", "poll_min", "poll_max",
-    "poll_listening", "busy_timeout",
+    "poll_listening", "busy_timeout", "answer_timeout",
 )  # fmt: skip
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,30}\Z")
 
@@ -49,6 +49,7 @@ class BrokerSettings:
         synchronous: where the client decides (a database in a file): ``FULL`` survives power loss, ``NORMAL``
             is quicker and may lose the last commits then.
         busy_timeout: how long locks of others are waited for before StoreUnavailable.
+        answer_timeout: how long an answer of the server is waited for before its connection is taken for dead.
     """
 
     url: str = field(repr=False)
@@ -72,6 +73,7 @@ class BrokerSettings:
     poll_listening: float = 30.0
     synchronous: Literal["FULL", "NORMAL"] = "FULL"
     busy_timeout: float = 60.0
+    answer_timeout: float = 30.0
 
     def __post_init__(self) -> None:
         if not _IDENTIFIER.match(self.table_prefix):
@@ -85,6 +87,7 @@ class BrokerSettings:
                 raise ConfigError(f"{name} must be a number of seconds up to 100 years, not {getattr(self, name)!r}")
         for name in (
             "lease_ttl", "pool_timeout", "connect_timeout", "poll_min", "poll_max", "poll_listening", "busy_timeout",
+            "answer_timeout",
         ):  # fmt: skip
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be more than 0 seconds, not {getattr(self, name)!r}")
@@ -102,6 +105,16 @@ class BrokerSettings:
             check_name(queue, "queue")
             if not 0 < ttl <= LONGEST:
                 raise ConfigError(f"lease_ttl of queue {queue!r} must be more than 0 seconds, not {ttl!r}")
+
+    @property
+    def lock_timeout(self) -> float:
+        """How long the server waits for a lock at a stretch: it must answer while its answer is waited for."""
+        return min(self.busy_timeout, self.answer_timeout / 2)
+
+    @property
+    def renewal_timeout(self) -> float:
+        """answer_timeout of renewals: there must be time left for others, over a new connection."""
+        return min(self.answer_timeout, max(1.0, min([self.lease_ttl, *self.queue_lease_ttl.values()]) / 6))
 
     def ttl_of(self, queue: str) -> float:
         """Lease time of a queue, in seconds."""

@@ -260,6 +260,27 @@ class Statements:
         query = sa.select(t.id, t.queue, t.state, t.linked).where(_in(t.id, "p_ids"), t.lane == _lane(LANE_READY))
         return self._locking(query, skip=True)
 
+    @cached_property
+    def delete_traceless(self) -> Statement:
+        """Remove those of p_ids that stand in queues with an end and that no other row is linked to."""
+        t, q = self._t, self.tables.queues.c
+        ending = sa.select(q.name).where(q.expires_ms.is_not(None))
+        return sa.delete(self.tables.tasks).where(
+            _in(t.id, "p_ids"), t.linked == 0, t.key_.is_(None), t.replay_of.is_(None), t.queue.in_(ending)
+        )
+
+    def expired_heads(self, number: int) -> Statement:
+        """Which of ``number`` queues (p_q0, p_q1, …) begin with a row that nobody wants any more; locks nothing."""
+        t = self._t
+        parts = []
+        for place in range(number):
+            name = sa.bindparam(f"p_q{place}", type_=sa.String)
+            ready = sa.select(t.expires_at).where(self._in_lane(LANE_READY), t.queue == name)
+            head = _first(ready.order_by(t.rank_, t.run_at, t.id), f"q{place}")
+            found = sa.select(sa.literal_column(str(place), sa.Integer).label("place")).select_from(head)
+            parts.append(found.where(head.c.expires_at <= self.now))
+        return sa.union_all(*parts)
+
     # -- settling -----------------------------------------------------------------------------------
 
     def _held(self) -> list[sa.ColumnElement[bool]]:

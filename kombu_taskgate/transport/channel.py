@@ -15,6 +15,7 @@ from kombu.transport.base import StdChannel, to_rabbitmq_queue_arguments
 from ..core.errors import TaskgateError
 from ..core.settings import check_name
 from ..core.topology import Binding, Exchange, Queue
+from ..core.within import within
 from .codec import Envelope
 from .control import is_mailbox, tell_published
 from .declared import AUTO_DELETE_EXPIRES, delete_queue
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kombu_taskgate.transport")
 
+#: How long in seconds whoever closes a channel waits for the database.
+CLOSE_WITHIN = 10.0
 #: Argument of a queue -> field of the declaration it becomes, in seconds.
 _DURATIONS = {"x-expires": "expires", "x-message-ttl": "message_ttl"}
 
@@ -403,6 +406,8 @@ class Channel(StdChannel):
         connection = self.connection
         if connection is None or not connection.declared.is_exclusive(queue) or connection.consumers_here(queue):
             return
+        if connection.engine is not None and connection.engine.out:
+            return  # it expires
         try:
             self.queue_delete(queue)
         except TaskgateError as error:
@@ -421,6 +426,9 @@ class Channel(StdChannel):
                 delivery.consumer.callback(message)
         finally:
             self._window.in_hand -= 1
+        if self._window.put_aside is not None and self._engine is not None and self._window.aside:
+            # Perhaps this one: then there is room for another.
+            self._engine.look_for_room()
 
     def _message(self, delivery: Delivery) -> Message:
         message = Message(delivery, self)
@@ -493,6 +501,15 @@ class Channel(StdChannel):
         """
         self._consuming().set_limit(self._window, can_start)
 
+    def put_aside(self, put_aside: Callable[[], int] | None) -> None:
+        """Let messages that the consumer has put aside take up no places in the prefetch window (not in AMQP).
+
+        Args:
+            put_aside: how many of the unsettled messages wait for something else than the consumer, at most 1000 of
+                them count; called from the engine's thread and others: it must be quick. ``None``: none do.
+        """
+        self._consuming().set_put_aside(self._window, put_aside)
+
     def flow(self, active: bool = True) -> None:
         """Stop or go on delivering."""
         self._consuming().set_flow(self._window, active)
@@ -510,15 +527,21 @@ class Channel(StdChannel):
             number = self._engine.remove_window(self._window)
             if number:
                 logger.info("Restoring %d unacknowledged message(s)", number)
-            try:
-                self._engine.flush()
-            except TaskgateError as error:
-                logger.info("what channel %s gives back will be written later: %s", self.channel_id, error)
-            for queue in dict.fromkeys(exclusive):
-                self._last_of_exclusive(queue)
+            self._give_up(self._engine, list(dict.fromkeys(exclusive)))
         self.connection = None
         if connection is not None:
             connection.remove_channel(self)
+
+    def _give_up(self, engine: DeliveryEngine, exclusive: list[str]) -> None:
+        """Write what this channel gives back. Whoever closes is not kept waiting by a database that is not there."""
+
+        def finish() -> None:
+            engine.flush_last()
+            for queue in exclusive:
+                self._last_of_exclusive(queue)
+
+        if not engine.out and not within(CLOSE_WITHIN, finish, "taskgate-closing"):
+            engine.unanswered()
 
     def abandoned(self) -> None:
         """The connection was given up: nothing more can be asked for, only settled."""

@@ -15,10 +15,12 @@ from ..core.errors import TaskgateError
 from ..core.factory import open_broker
 from ..core.ready import Ready
 from ..core.settings import BrokerSettings
+from ..core.within import within
 from . import control, declared, process
 from .engine import DeliveryEngine
 from .errors import RecoverableConnectionError, kombu_errors
 from .options import EngineOptions
+from .publish import Trimmer
 from .routing import Router
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kombu_taskgate.transport")
 
+#: How long in seconds whoever closes a connection waits for the database, the last settlements included.
+CLOSE_WITHIN = 15.0
 #: Most deliveries of one call from the event loop, and seconds it may take: other descriptors want their turn.
 MOST_AT_ONCE, LONGEST_AT_ONCE = 64, 0.02
 
@@ -54,6 +58,7 @@ class Connection:
         with kombu_errors():
             self.broker = open_broker(settings)
         self.router = Router(self.broker.topology)
+        self.trimmer = Trimmer(self.broker, self.router)
         self.declared = declared.Declared(self.broker)
         self.channels: list[Channel] = []
         self._ready: Ready | None = None
@@ -178,9 +183,10 @@ class Connection:
             self._engine.dispatch(MOST_AT_ONCE, LONGEST_AT_ONCE)
 
     def published(self, queues: Sequence[str]) -> None:
-        """Wake the consumers of these queues in this process."""
+        """Wake the consumers of these queues in this process, and see that those of short-lived messages stay short."""
         for engine in self._engines_here():
             engine.wake(queues)
+        self.trimmer.published(queues)
 
     def revoked(self) -> None:
         """Tell the consumers of this process that something has been revoked."""
@@ -216,6 +222,17 @@ class Connection:
         for channel in list(self.channels):
             channel.close()
         self._closed = True
+        self._leave_loop()
+        if self._engine is None and not self.declared.exclusive():
+            self._release()
+        elif not within(CLOSE_WITHIN, self._finish, "taskgate-closing"):
+            logger.warning(
+                "the broker has not answered for %g s: closing the connection without it; what was not acknowledged "
+                "will run again when its leases have ended",
+                CLOSE_WITHIN,
+            )
+
+    def _finish(self) -> None:
         self._delete_exclusive()
         self._release()
 
@@ -238,6 +255,8 @@ class Connection:
             self._engine.retire(self._release)
 
     def _delete_exclusive(self) -> None:
+        if self._engine is not None and self._engine.out:
+            return  # they expire
         try:
             for name in self.declared.exclusive():
                 declared.delete_queue(self.broker, name)

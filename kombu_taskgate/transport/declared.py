@@ -156,7 +156,7 @@ def delete_queue(broker: Broker, name: str) -> int:
 
 
 class Sweeper:
-    """Deletes the queues that nobody has used for as long as they may be unused.
+    """Deletes the queues that nobody has used for as long as they may be unused, and what has expired in the others.
 
     Args:
         broker: where.
@@ -178,3 +178,14 @@ class Sweeper:
                 continue
             number = delete_queue(self._broker, name)
             logger.info("deleted queue %r, which nobody has used for its time, and %d messages in it", name, number)
+        names = [queue.name for queue in self._broker.topology.queues() if short_lived(queue) is not None]
+        self._broker.drop_expired(names)
+
+
+def short_lived(queue: Queue | None) -> float | None:
+    """For how many seconds messages of a queue are of interest, if it is one whose consumer may just go away.
+
+    The queues of event receivers and of remote control are of this kind. A consumer that is slow or frozen must not
+    let them grow, so what is past its time is dropped without being claimed.
+    """
+    return None if queue is None or queue.expires is None else queue.message_ttl

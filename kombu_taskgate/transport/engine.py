@@ -314,6 +314,11 @@ class DeliveryEngine:
         """How many settlements were refused because the lease was lost."""
         return self._settler.refused
 
+    @property
+    def out(self) -> bool:
+        """Whether the broker could not be used when it was last tried; what need not be done is then left."""
+        return self._out_since is not None
+
     def add_window(self, window: Window) -> None:
         """Take part in the deliveries of a channel."""
         with self._lock:
@@ -360,6 +365,17 @@ class DeliveryEngine:
         """Claim no more than the consumer can start now."""
         with self._lock:
             window.can_start = can_start
+            self._work.notify()
+
+    def set_put_aside(self, window: Window, put_aside: Callable[[], int] | None) -> None:
+        """Let what the consumer puts aside take up no places."""
+        with self._lock:
+            window.put_aside = put_aside
+            self._work.notify()
+
+    def look_for_room(self) -> None:
+        """Room may have come up that nobody has told of."""
+        with self._lock:
             self._work.notify()
 
     def set_flow(self, window: Window, active: bool) -> None:
@@ -435,6 +451,22 @@ class DeliveryEngine:
         """
         with self._turn_lock:
             self._write_pending()
+
+    def flush_last(self) -> None:
+        """As :meth:`flush`, for somebody who closes and can't do anything about it: tries once, and does not raise.
+
+        What could not be written is written later, or the leases end by themselves.
+        """
+        if self.out:
+            return
+        try:
+            self.flush()
+        except TaskgateError as error:
+            self._went_wrong(error)
+
+    def unanswered(self) -> None:
+        """Note that the broker has not answered somebody who closes, for a long time."""
+        self._went_wrong(StoreUnavailable("it does not answer"))
 
     def get(self, window: Window, queue: str, *, no_ack: bool) -> Delivery | None:
         """Fetch one message, after writing the settlements that wait.
@@ -629,7 +661,7 @@ class DeliveryEngine:
                     return
             try:
                 with self._turn_lock:
-                    self._turn()
+                    asked = self._turn()
             except TaskgateError as error:
                 self._went_wrong(error)
             except Exception:
@@ -637,14 +669,16 @@ class DeliveryEngine:
                 logger.exception("a turn of the delivery engine failed")
                 self._went_wrong(None)
             else:
-                self._went_well()
+                if asked:
+                    self._went_well()
             if self._retired is not None and self._let_go():
                 self._retired()
                 return
             if self._rest():
                 return
 
-    def _turn(self) -> None:
+    def _turn(self) -> bool:
+        """One turn; returns whether something was written or claims were asked for: then the broker has answered."""
         if self._retired is not None:
             self._give_back_abandoned()
         began = time.monotonic()
@@ -653,6 +687,7 @@ class DeliveryEngine:
             # Where something is acknowledged, a look costs no transaction of its own.
             intakes = self._intakes(anyway=bool(batch.acks))
             wakes = self._wakes
+        asked = bool(batch)
         requests: list[_Request] = []
         failed = True
         try:
@@ -680,6 +715,7 @@ class DeliveryEngine:
                 self._plan_next_look(requests, began=began, woken=failed or wakes != self._wakes)
         if self._retired is None and time.monotonic() >= self._upkeep_at:
             self._upkeep_at = time.monotonic() + self._upkeep()
+        return asked or bool(requests)
 
     def _plan_next_look(self, requests: Sequence[_Request], *, began: float, woken: bool) -> None:
         now = time.monotonic()
@@ -716,18 +752,16 @@ class DeliveryEngine:
             longest = min(self.settings.poll_max, self._watch.longest_pause)
             self._poll_pause = min(self._poll_pause * 2, longest)
         self._untold = False
-        due_in = self.broker.due_in()
+        pause = self._poll_pause * random.uniform(0.8, 1.0)
         # The look must have begun after the time to look on, however long its answer took.
-        if self._watch.live and began >= max(self._look_on, self._look_until) and due_in is not None:
-            self._poll_at = now + self._sleep_until_told(due_in)
-        else:
-            self._poll_at = now + self._poll_pause * random.uniform(0.8, 1.0)
-
-    def _sleep_until_told(self, due_in: float) -> float:
-        """How long to sleep where the store tells of new work: until something is due, or a word may have been lost."""
-        longest = self._watch.longest_pause * random.uniform(0.8, 1.0)
-        self._untold = due_in > longest
-        return longest if self._untold else max(self.settings.poll_min, due_in)
+        if self._watch.live and began >= max(self._look_on, self._look_until):
+            # The store tells of new work: sleep until something is due, or for as long as a word may have been lost.
+            longest = self._watch.longest_pause * random.uniform(0.8, 1.0)
+            due_in = min(self.broker.due_in(request.queues) for request in requests)
+            self._untold = due_in > longest
+            if due_in:
+                pause = max(self.settings.poll_min, min(longest, due_in))
+        self._poll_at = now + pause
 
     def _requests(self, intakes: Sequence[_Intake]) -> list[_Request]:
         """Bundle the wishes into as few calls as possible; each call is under one session."""

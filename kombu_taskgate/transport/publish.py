@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from datetime import tzinfo
 from typing import TYPE_CHECKING, Any
 
+from ..core.broker import Broker
+from ..core.errors import TaskgateError
 from ..core.model import NewTask
 from .codec import Envelope, encode
 from .columns import columns_of, new_task
@@ -16,6 +20,12 @@ if TYPE_CHECKING:
     from .channel import Channel
 
 
+logger = logging.getLogger("kombu_taskgate.transport")
+
+#: Shortest time in seconds between two looks for what has expired in a queue.
+SHORTEST = 1.0
+#: Queues whose last look is remembered.
+_MOST = 1000
 #: What delivery_mode says of a message that may be lost (AMQP 0-9-1, basic.delivery-mode; kombu also takes the name).
 TRANSIENT = (1, "transient")
 
@@ -37,6 +47,44 @@ def prepare(router: Router, envelope: Envelope, queues: Sequence[str], naive: tz
     columns = columns_of(envelope, naive)
     payload = encode(envelope)
     return [new_task(queue, payload, columns, router.message_ttl(queue)) for queue in queues]
+
+
+class Trimmer:
+    """Keeps queues of short-lived messages short, on behalf of consumers that do not claim (BUGLOG B42).
+
+    Who publishes to such a queue looks once in the time that its messages live, whether the first of them are past
+    it. So a queue holds at most what is published in twice that time, whether its consumer is slow, frozen or dead.
+
+    Args:
+        broker: where.
+        router: knows the queues.
+    """
+
+    def __init__(self, broker: Broker, router: Router) -> None:
+        self._broker = broker
+        self._router = router
+        self._next: dict[str, float] = {}
+
+    def published(self, queues: Sequence[str]) -> None:
+        """Something was published to these queues. Does not raise."""
+        now = time.monotonic()
+        due = [name for name in queues if self._due(name, now)]
+        if not due:
+            return
+        try:
+            self._broker.drop_expired(due)
+        except TaskgateError as error:
+            logger.debug("what has expired in %s could not be dropped now: %s", due, error)
+
+    def _due(self, name: str, now: float) -> bool:
+        lives = self._router.short_lived(name)
+        if lives is None or now < self._next.get(name, 0.0):
+            return False
+        if len(self._next) >= _MOST:
+            self._next.clear()
+        first = name not in self._next
+        self._next[name] = now + max(SHORTEST, lives)
+        return not first
 
 
 class PublishBatch:

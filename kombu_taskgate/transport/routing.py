@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 from ..core.topology import Binding, Exchange, Queue, Topology
+from .declared import short_lived
 from .errors import NotFound
 
 #: Exchanges that exist without being declared.
@@ -103,6 +104,10 @@ class Router:
         """The queue's own message_ttl in seconds."""
         found = self._queues.get(queue)
         return None if found is None else found.message_ttl
+
+    def short_lived(self, queue: str) -> float | None:
+        """For how many seconds its messages are of interest, see :func:`.declared.short_lived`."""
+        return short_lived(self._queues.get(queue))
 
     def queue_changed(self, name: str, queue: Queue | None = None) -> None:
         """Note what this process has just declared, or deleted."""

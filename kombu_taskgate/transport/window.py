@@ -21,6 +21,8 @@ logger = logging.getLogger("kombu_taskgate.transport")
 
 #: Most messages that are claimed ahead where no prefetch window is set.
 UNLIMITED = 100
+#: Most messages that a consumer may put aside without their taking up places.
+MOST_ASIDE = 1000
 
 
 class Stage(Enum):
@@ -74,6 +76,9 @@ class Window:
         self.flow = True
         #: How many more messages the consumer could work on now, if somebody knows; see :meth:`free`.
         self.can_start: Callable[[], int] | None = None
+        #: How many of the unsettled messages the consumer has put aside for later, if it ever does: they take up no
+        #: places, so that others get past them.
+        self.put_aside: Callable[[], int] | None = None
         #: Deliveries whose callback has not returned: the consumer may not have counted them yet. Only the thread
         #: that drains writes it.
         self.in_hand = 0
@@ -93,7 +98,14 @@ class Window:
 
     def size(self, *, no_ack: bool) -> int:
         """How many places there are. Consumers that do not settle have no window, but a buffer all the same."""
-        return UNLIMITED if no_ack or not self.prefetch_count else self.prefetch_count
+        if no_ack or not self.prefetch_count:
+            return UNLIMITED
+        return self.prefetch_count + self.aside
+
+    @property
+    def aside(self) -> int:
+        """How many messages the consumer has put aside."""
+        return 0 if self.put_aside is None else min(MOST_ASIDE, self.put_aside())
 
     def free(self, *, no_ack: bool) -> int:
         """How many places are free; negative when the window has been made smaller."""
@@ -133,11 +145,11 @@ class Window:
 
     def can_consume(self) -> bool:
         """Whether one more message may be delivered (kombu's and Celery's name for it)."""
-        return self.flow and (not self.prefetch_count or self._counted < self.prefetch_count)
+        return self.flow and (not self.prefetch_count or self._counted < self.size(no_ack=False))
 
     def can_consume_max_estimate(self) -> int | None:
         """How many more messages may be delivered; ``None`` is any number."""
-        return max(0, self.prefetch_count - self._counted) if self.prefetch_count else None
+        return max(0, self.size(no_ack=False) - self._counted) if self.prefetch_count else None
 
     # -- coming and going --------------------------------------------------------------------------
 

@@ -13,8 +13,10 @@ from tests.workers.fixtures import (  # noqa: F401  # fixtures of this folder
     make_lab,
     pgbouncer,
     private_server,
+    private_servers,
     server_url,
 )
+from tests.workers.victims import victim  # noqa: F401  # as above
 
 
 @pytest.fixture(autouse=True)

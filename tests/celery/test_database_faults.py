@@ -5,73 +5,26 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import sqlalchemy as sa
 
 from kombu_taskgate.core.database import InjectedDeadlock, InjectedDisconnect
 from kombu_taskgate.core.errors import StoreUnavailable
-from kombu_taskgate.core.migrations import drop
 from kombu_taskgate.core.model import Lease, NewTask
 from kombu_taskgate.core.settings import BrokerSettings
 from kombu_taskgate.core.sql import SqlBroker
 from tests.workers.fixtures import MakeLab
 from tests.workers.harness import wait_for
 from tests.workers.servers import PrivateServer
+from tests.workers.victims import Victim
 
 pytestmark = pytest.mark.crash
 
 
 def sql_broker(lab_url: str, prefix: str, **settings: object) -> SqlBroker:
     return SqlBroker(BrokerSettings(lab_url, table_prefix=prefix, **settings))  # type: ignore[arg-type]
-
-
-def kill_sessions(killer: SqlBroker, mark: str) -> int:
-    """End the marked sessions, as an administrator or a proxy would; returns how many those were."""
-    with killer.database.engine.connect() as conn:
-        if killer.database.url.get_backend_name() == "postgresql":
-            query = "select pg_terminate_backend(pid) from pg_stat_activity where application_name = %s"
-            return len(conn.exec_driver_sql(query, (mark,)).all())
-        query = "select id from information_schema.processlist where db = %s and id <> connection_id()"
-        ids = list(conn.exec_driver_sql(query, (mark,)).scalars())
-        return sum(_kill(conn, id) for id in ids)
-
-
-def _kill(conn: sa.Connection, id: int) -> bool:
-    try:
-        conn.exec_driver_sql(f"KILL {id}")
-    except sa.exc.DBAPIError:
-        return False
-    return True
-
-
-@dataclass
-class Victim:
-    """A URL whose sessions a test can tell from everybody else's, and may kill."""
-
-    url: str
-    mark: str
-
-
-@pytest.fixture
-def victim(server_url: str) -> Iterator[Victim]:
-    """By the application's name on one server, by a database of their own on the other."""
-    mark = f"victim_{uuid.uuid4().hex[:10]}"
-    if server_url.startswith("postgresql"):
-        yield Victim(f"{server_url}{'&' if '?' in server_url else '?'}application_name={mark}", mark)
-        return
-    broker = sql_broker(server_url, f"{mark}_")
-    with broker.database.engine.connect() as conn:
-        conn.exec_driver_sql(f"CREATE DATABASE {mark}")
-    yield Victim(sa.make_url(server_url).set(database=mark).render_as_string(hide_password=False), mark)
-    with broker.database.engine.connect() as conn:
-        conn.exec_driver_sql(f"DROP DATABASE {mark}")
-    drop(broker.database, broker.tables)
-    broker.close()
 
 
 CALLS: dict[str, Callable[[SqlBroker, Lease], object]] = {
@@ -144,38 +97,32 @@ def test_injected_faults_are_repaired_inside(
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_killed_sessions_are_replaced(victim: Victim, make_lab: MakeLab, server_url: str, call: str) -> None:
+def test_killed_sessions_are_replaced(victim: Victim, make_lab: MakeLab, call: str) -> None:
     """B96, B98: all idle sessions are gone: the next call works, and nothing is done twice."""
     lab = make_lab(victim.url)
     broker = sql_broker(victim.url, lab.options["table_prefix"])
     broker.enqueue_many([NewTask("q"), NewTask("q")])
     lease = broker.dequeue(["q"])[0]
     broker.heartbeat(lease)
-    killer = sql_broker(server_url, f"{victim.mark}_")
-    assert kill_sessions(killer, victim.mark) >= 2
+    assert victim.kill_sessions() >= 2
     CALLS[call](broker, lease)
     assert len(broker.list()) == {"put": 3, "get": 2, "ack": 1, "heartbeat": 2}[call]
     broker.close()
-    drop(killer.database, killer.tables)
-    killer.close()
 
 
-def test_idle_worker_and_publisher_survive_killed_sessions(victim: Victim, make_lab: MakeLab, server_url: str) -> None:
+def test_idle_worker_and_publisher_survive_killed_sessions(victim: Victim, make_lab: MakeLab) -> None:
     """B98: the sessions of an idle worker are killed three times; publishing and working go on."""
     lab = make_lab(victim.url, lease_ttl=5.0)
     worker = lab.start_worker("-c1")
-    killer = sql_broker(server_url, f"{victim.mark}_")
     for _ in range(3):
         id = lab.send("work", 0)
         wait_for(lambda id=id: lab.journal.ends(id), 10, "work")
-        assert kill_sessions(killer, victim.mark) >= 1
+        assert victim.kill_sessions() >= 1
     id = lab.send("work", 0)
     wait_for(lambda: lab.journal.ends(id), 10, "work after the last kill")
     wait_for(lambda: not lab.rows(), 5, "all settled")
     assert lab.journal.starts() == 4
     assert worker.alive
-    drop(killer.database, killer.tables)
-    killer.close()
 
 
 def test_restart_under_an_idle_and_a_busy_worker(make_lab: MakeLab, private_server: PrivateServer) -> None:

@@ -27,16 +27,26 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
 
 
 class Flaky(MemoryBroker):
-    """A broker whose renewals fail on demand, and are counted."""
+    """A broker whose renewals fail or hang on demand, and are counted."""
 
     down = False
     renewals = 0
+    answers: threading.Event | None = None
+    hanging = False
+    closed = 0
 
     def renew_session(self, session: Session, *, look: bool = True) -> Renewal:
+        if self.answers is not None:
+            self.hanging = True
+            self.answers.wait(30)
         if self.down:
             raise StoreUnavailable("down")
         self.renewals += 1
         return super().renew_session(session, look=look)
+
+    def close_session(self, session: Session) -> int:
+        self.closed += 1
+        return super().close_session(session)
 
 
 @pytest.fixture
@@ -178,6 +188,31 @@ def test_stop_gives_everything_back(broker: Flaky) -> None:
     assert not any(thread.name == "taskgate-lease-keeper" and thread.is_alive() for thread in threading.enumerate())
 
 
+def test_stop_does_not_wait_for_an_answer_that_never_comes(
+    broker: Flaky, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kombu_taskgate.core.lease.STOP_WITHIN", 0.1)
+    kept = Kept(broker)
+    kept.keeper.hold([claim(broker, kept.keeper)])
+    first = kept.keeper._thread
+    assert first is not None
+    answers = broker.answers = threading.Event()
+    wait_for(lambda: broker.hanging, "a renewal hangs")
+    kept.keeper.stop()
+    assert first.is_alive()
+    assert broker.closed == 0, "nothing is asked of a database that does not answer"
+    assert "they end by themselves" in caplog.text
+    broker.answers = None
+    kept.keeper.start()
+    answers.set()
+    first.join(10)
+    assert not first.is_alive(), "the old thread does not go on beside the new one"
+    assert kept.lost == []
+    seen = broker.renewals
+    wait_for(lambda: broker.renewals >= seen + 2, "the new one renews")
+    kept.keeper.stop()
+
+
 def test_queues_with_a_time_of_their_own(broker: Flaky) -> None:
     kept = Kept(broker, slow=30.0, other=30.0)
     keeper = kept.keeper
@@ -189,6 +224,16 @@ def test_queues_with_a_time_of_their_own(broker: Flaky) -> None:
     seen = broker.renewals
     wait_for(lambda: broker.renewals >= seen + 6, "two lease times of the quick queue")
     assert kept.lost == []
+    keeper.stop()
+
+
+def test_queue_with_a_shorter_time_than_the_others(broker: Flaky) -> None:
+    """The keeper sleeps for a third of the usual time when the first claim of a quicker queue comes."""
+    keeper = LeaseKeeper(broker, "me", 300.0, {"quick": TTL})
+    keeper.start()
+    keeper.hold([claim(broker, keeper, "quick")])
+    wait_for(lambda: broker.renewals >= 3, "it is renewed in its own time")
+    assert broker.reap_expired() == 0
     keeper.stop()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -92,3 +93,28 @@ def test_also_is_called_after_each_round() -> None:
     seen = broker.rounds
     time.sleep(0.05)  # as long as several rounds would take: a thread that went on would be seen
     assert broker.rounds == seen
+
+
+def test_stop_does_not_wait_for_an_answer_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kombu_taskgate.core.reaper.STOP_WITHIN", 0.1)
+    broker = make_broker()
+    asked, answers = threading.Event(), threading.Event()
+    swept: list[str] = []
+
+    def hang() -> int:
+        asked.set()
+        answers.wait(30)
+        return 0
+
+    monkeypatch.setattr(broker, "reap_expired", hang)
+    reaper = Reaper(broker, 0.01, also=lambda: swept.append("swept"))
+    reaper.start()
+    thread = reaper._thread
+    assert thread is not None
+    assert asked.wait(10)
+    reaper.stop()
+    assert thread.is_alive()
+    answers.set()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert swept == [], "a round that comes back after the stop does nothing more"

@@ -277,6 +277,21 @@ def test_an_outage_is_waited_out(connect, caplog):
 
 
 @pytest.mark.usefixtures("flaky")
+def test_an_outage_is_over_when_the_broker_has_answered_and_not_when_it_is_not_asked(connect_memory, caplog):
+    connection = connect_memory(lease_ttl=0.5)
+    with consuming(connection, "q"):
+        flaky = connection.connection.broker
+        flaky.down = StoreUnavailable("cut")
+        wait_until(lambda: records(caplog, "can't be used just now"), "it is noticed")
+        wait_until(lambda: not connection.connection.engine._keeper.may_claim, "it claims nothing any more")
+        assert nothing_comes(connection, 1.0)
+        assert records(caplog, "can be used again") == []
+        flaky.down = None
+        wait_until(lambda: records(caplog, "can be used again"), "it is over")
+    assert len(records(caplog, "can't be used just now")) == 1
+
+
+@pytest.mark.usefixtures("flaky")
 def test_an_outage_is_not_a_busy_loop(connect_memory, monkeypatch):
     monkeypatch.setattr(engine_module, "MIN_PAUSE", 0.05)
     connection = connect_memory()

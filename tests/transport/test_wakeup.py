@@ -178,7 +178,7 @@ def test_who_hears_of_work_without_room_for_it_looks_on_all_the_same(connection,
         assert len(elsewhere.dequeue(["q"])) == 1
         wait_until(lambda: heard, "it has heard")
         taken[0].ack()
-        wait_until(lambda: engine._found_nothing and engine.broker.due_in() is not None, "it has found nothing, twice")
+        wait_until(lambda: engine._found_nothing and engine.broker.due_in(["q"]) > 0, "it has found nothing, twice")
         untold(elsewhere, "second")
         drain(connection, taken, 2)
 
@@ -313,3 +313,14 @@ def test_who_slept_for_long_notes_its_consumers_again(monkeypatch):
     now[0] += 86400.0
     declared.keep(session, {"q": 1})
     assert broker.topology.consumers("q") == 1
+
+
+@pytest.mark.postgresql
+def test_what_a_claim_could_not_get_to_is_no_reason_to_sleep(connection, elsewhere):
+    """So many have expired that one claim can't drop them all, and it comes back with nothing."""
+    with consuming(connection, "q") as taken:
+        idle(connection, Statements(connection.connection.broker))
+        elsewhere.enqueue_many(
+            [NewTask("q", b"x", expires_at=1) for _ in range(20_000)] + [NewTask("q", message("live"))]
+        )
+        drain(connection, taken, 1)

@@ -17,7 +17,7 @@ from typing import Any
 from celery import Celery, Task
 from celery.apps.worker import Worker
 from celery.exceptions import Reject
-from celery.signals import worker_process_init
+from celery.signals import task_postrun, worker_process_init
 from celery.worker.control import control_command
 
 from kombu_taskgate.transport.errors import RecoverableConnectionError
@@ -162,6 +162,29 @@ def seldom(self: Task) -> None:
 
 
 @app.task(bind=True)
+def end_with_worker(self: Task, marker: str) -> str:
+    """Succeed, and the first time take the whole worker along before the message is acknowledged."""
+    note("start", self)
+    return marker
+
+
+@task_postrun.connect(sender=end_with_worker)
+def _end_with_worker(retval: str, **_: object) -> None:
+    try:
+        os.close(os.open(retval, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    os.killpg(0, signal.SIGKILL)
+
+
+@app.task(bind=True)
+def limited(self: Task) -> None:
+    """To be limited by the test's settings."""
+    note("start", self)
+    note("end", self)
+
+
+@app.task(bind=True)
 def echo(self: Task, *args: object, **kwargs: object) -> None:
     """Note what came."""
     note("start", self, args=list(args), kwargs=kwargs)
@@ -181,3 +204,14 @@ def _break() -> None:
 @worker_process_init.connect
 def _unbuffered(**_: object) -> None:
     os.environ["PYTHONUNBUFFERED"] = "1"
+
+
+@app.task(bind=True)
+def publish(self: Task, tag: str) -> None:
+    """Publish another task, over whatever connection this process has for it."""
+    work.delay(0, tag)
+
+
+if os.environ.get("TASKGATE_TEST_PUBLISH"):
+    # As apps do that start something when they are imported: the main process has used its connections before it forks.
+    work.delay(0, os.environ["TASKGATE_TEST_PUBLISH"])

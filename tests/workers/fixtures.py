@@ -86,6 +86,22 @@ def private_server(request: pytest.FixtureRequest) -> Iterator[PrivateServer]:
     server.close()
 
 
+@pytest.fixture(scope="module")
+def private_servers(request: pytest.FixtureRequest) -> Iterator[Callable[[str], PrivateServer]]:
+    """By kind, one for all tests of a file: starting one takes longer than most tests."""
+    servers: dict[str, PrivateServer] = {}
+
+    def get(kind: str) -> PrivateServer:
+        request.getfixturevalue(f"{kind}_url")  # skips, or fails in CI, where there is none of the kind
+        if kind not in servers:
+            servers[kind] = PrivatePostgres() if kind == "postgresql" else PrivateMariaDB()
+        return servers[kind]
+
+    yield get
+    for server in servers.values():
+        server.close()
+
+
 @pytest.fixture
 def pgbouncer(postgresql_url: str) -> Iterator[PrivatePgBouncer]:
     """A proxy that pools transactions, with five connections, before the tests' PostgreSQL."""

@@ -232,7 +232,8 @@ class Lab:
             process.wait(10)
             if process.stdout is not None:
                 process.stdout.close()
-        # The app leaves its connections open: a ping's engine would go on renewing until the process ends.
+        # An app leaves the connections of its pools open, until they are collected or the process ends.
+        self.app.amqp.producer_pool.force_close_all()
         self.app.pool.force_close_all()
         self.app.close()
         self.broker.close()
@@ -248,7 +249,7 @@ class Proxy:
         self._target = (host, port)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
-        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._pairs: list[tuple[socket.socket, socket.socket, threading.Event]] = []
         self._lock = threading.Lock()
         self._up = True
         self._closing = False
@@ -266,18 +267,20 @@ class Proxy:
                 continue
             try:
                 server = socket.create_connection(self._target, 5)
+                server.settimeout(None)  # the limit was for connecting: an idle connection stays
             except OSError:
                 _reset(client)
                 continue
+            forgotten = threading.Event()
             with self._lock:
-                self._pairs.append((client, server))
+                self._pairs.append((client, server, forgotten))
             for source, sink in ((client, server), (server, client)):
-                threading.Thread(target=self._copy, args=(source, sink), daemon=True).start()
+                threading.Thread(target=self._copy, args=(source, sink, forgotten), daemon=True).start()
 
-    def _copy(self, source: socket.socket, sink: socket.socket) -> None:
+    def _copy(self, source: socket.socket, sink: socket.socket, forgotten: threading.Event) -> None:
         with suppress(OSError):
             while data := source.recv(65536):
-                while self._silent.is_set() and not self._closing:
+                while (self._silent.is_set() or forgotten.is_set()) and not self._closing:
                     time.sleep(0.02)
                 sink.sendall(data)
         for end in (source, sink):
@@ -288,10 +291,17 @@ class Proxy:
         """Reset all connections; returns how many there were."""
         with self._lock:
             pairs, self._pairs = self._pairs, []
-        for pair in pairs:
-            for end in pair:
+        for client, server, _ in pairs:
+            for end in (client, server):
                 _reset(end)
         return len(pairs)
+
+    def forget(self) -> int:
+        """Swallow everything on today's connections, for good and without a word; returns how many there are."""
+        with self._lock:
+            for _, _, forgotten in self._pairs:
+                forgotten.set()
+            return len(self._pairs)
 
     def down(self) -> None:
         """Refuse new connections and reset those there are."""

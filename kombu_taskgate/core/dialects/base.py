@@ -42,6 +42,8 @@ class Dialect:
     begin: ClassVar[str] = "BEGIN"
     #: Whether a process may fork while it has connections. If not, they are closed before.
     survives_fork: ClassVar[bool] = True
+    #: Whether a driver of it waits for an answer without a limit; then :meth:`descriptor` tells what to shut down.
+    waits_for_ever: ClassVar[bool] = False
     #: Whether SELECT … FOR UPDATE SKIP LOCKED means something; otherwise ``begin`` must exclude writers.
     skip_locked: ClassVar[bool] = True
     #: Whether it can tell other connections of new work by itself: then ``notification`` and the methods that hear.
@@ -77,8 +79,11 @@ class Dialect:
         """What begins a writing transaction whose waits for locks end after ``busy_timeout``."""
         return self.begin
 
-    def engine_options(self, url: sa.URL, settings: BrokerSettings) -> dict[str, Any]:
-        """Keyword arguments for ``create_engine``, ``connect_args`` among them."""
+    def engine_options(self, url: sa.URL, settings: BrokerSettings, answer_timeout: float) -> dict[str, Any]:
+        """Keyword arguments for ``create_engine``, ``connect_args`` among them.
+
+        ``answer_timeout``: longest wait in seconds for an answer on its connections, where the driver can limit it.
+        """
         raise NotImplementedError
 
     def on_connect(self, connection: DBAPIConnection, settings: BrokerSettings) -> None:
@@ -138,7 +143,7 @@ class Dialect:
         raise NotImplementedError
 
     def descriptor(self, connection: DBAPIConnection) -> int:
-        """The file descriptor that is readable when a notification has arrived."""
+        """The file descriptor of its socket, which is readable when a notification has arrived."""
         raise NotImplementedError
 
     def heard(self, connection: DBAPIConnection) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -44,15 +45,15 @@ class MySQL(Dialect):
     blob_type = LONGBLOB()
     text_type = LONGTEXT()
 
-    def engine_options(self, url: sa.URL, settings: BrokerSettings) -> dict[str, Any]:
+    def engine_options(self, url: sa.URL, settings: BrokerSettings, answer_timeout: float) -> dict[str, Any]:
         arguments: dict[str, Any] = {}
         if url.drivername.endswith(("+pymysql", "+mysqldb")):
             arguments = {
                 "connect_timeout": max(1, round(settings.connect_timeout)),
                 "charset": "utf8mb4",
-                # A peer that vanished without a word is noticed; longer than the server waits for a lock.
-                "read_timeout": round(settings.busy_timeout) + 15,
-                "write_timeout": round(settings.busy_timeout) + 15,
+                # A peer that vanished without a word is noticed. Whole seconds: one of the drivers wants them.
+                "read_timeout": math.ceil(answer_timeout),
+                "write_timeout": math.ceil(answer_timeout),
             }
         return {"connect_args": {name: value for name, value in arguments.items() if name not in url.query}}
 
@@ -60,7 +61,7 @@ class MySQL(Dialect):
         cursor = connection.cursor()
         try:
             cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
-            cursor.execute(f"SET SESSION innodb_lock_wait_timeout = {max(1, round(settings.busy_timeout))}")
+            cursor.execute(f"SET SESSION innodb_lock_wait_timeout = {max(1, math.floor(settings.lock_timeout))}")
             # Strict: a value that does not fit is an error, never cut.
             cursor.execute("SET SESSION sql_mode = CONCAT(@@sql_mode, ',STRICT_ALL_TABLES')")
         finally:

@@ -40,7 +40,9 @@ class PostgreSQL(Dialect):
     drivers = (("psycopg", "psycopg"), ("psycopg2", "psycopg2"))
     install = "pip install 'celery-taskgate[postgresql]'"
     notifies = True
-    begin = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
+    # libpq has no time limit for an answer, and neither driver adds one.
+    waits_for_ever = True
+    begin = "BEGIN ISOLATION LEVEL READ COMMITTED"
 
     def choose_driver(self, url: sa.URL) -> sa.URL:
         _, plus, driver = url.drivername.partition("+")
@@ -48,9 +50,9 @@ class PostgreSQL(Dialect):
 
     def begin_with(self, settings: BrokerSettings) -> str:
         # In the same round trip; of the transaction, so that a transaction-pooling proxy does not mind.
-        return f"{self.begin}; SET LOCAL lock_timeout = {max(1, to_ms(settings.busy_timeout))}"
+        return f"{self.begin}; SET LOCAL lock_timeout = {max(1, to_ms(settings.lock_timeout))}"
 
-    def engine_options(self, url: sa.URL, settings: BrokerSettings) -> dict[str, Any]:
+    def engine_options(self, url: sa.URL, settings: BrokerSettings, answer_timeout: float) -> dict[str, Any]:
         arguments: dict[str, Any] = {
             # libpq takes whole seconds, at least 2 (PostgreSQL manual, connect_timeout).
             "connect_timeout": max(2, math.ceil(settings.connect_timeout)),
@@ -58,7 +60,7 @@ class PostgreSQL(Dialect):
             "keepalives_idle": 10,
             "keepalives_interval": 5,
             "keepalives_count": 3,
-            "tcp_user_timeout": 30_000,
+            "tcp_user_timeout": min(30_000, to_ms(answer_timeout)),
         }
         arguments = {name: value for name, value in arguments.items() if name not in url.query}
         if url.drivername.endswith("+psycopg"):

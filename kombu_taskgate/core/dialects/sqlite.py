@@ -45,7 +45,7 @@ class SQLite(Dialect):
         if not str(url.database).startswith("file:") and not folder.is_dir():
             raise ConfigError(f"the folder {folder} of the SQLite database does not exist: create it first")
 
-    def engine_options(self, url: sa.URL, settings: BrokerSettings) -> dict[str, Any]:
+    def engine_options(self, url: sa.URL, settings: BrokerSettings, answer_timeout: float) -> dict[str, Any]:
         # The driver's own wait is short, so that a stop or a fork is not held up; database.py waits on.
         return {"connect_args": {"timeout": min(settings.busy_timeout, 1.0)}}
 

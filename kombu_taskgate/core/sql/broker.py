@@ -93,6 +93,7 @@ class SqlBroker:
         self._listener: Listener | None = None
         if self._tells:
             self._listener = Listener(self.database, self._channel, self._send, self.topology.forget_bindings)
+            self.database.on_lost = self._listener.suspect
         self._turn = 0
         self._quiet = False
         self._promoted_at = 0.0
@@ -182,9 +183,9 @@ class SqlBroker:
             return self._listener.watch(wake)
         return Polling(self._pause)
 
-    def due_in(self) -> float | None:
+    def due_in(self, queues: Sequence[str]) -> float:
         """See the contract."""
-        return self._looks.due_in()
+        return self._looks.due_in(queues)
 
     def _announce(self, work: Work) -> None:
         for change in work.changes:
@@ -286,9 +287,10 @@ class SqlBroker:
         # After a claim that found nothing: an idle worker locks nothing.
         if not leases and (not names or (self._quiet and not self._looks.anything(names))):
             return [], []
-        result = self._run(part, confirm=done)
         if names:
-            self._looks.forget()
+            # What it does not find may be locked by others, or expired and so much that not all could be dropped.
+            self._looks.forget(names)
+        result = self._run(part, confirm=done)
         self._quiet = bool(names) and not result[1]
         return result
 
@@ -428,6 +430,15 @@ class SqlBroker:
         """A look without a transaction: most rounds have nothing to take back."""
         parameters = self.sql.time()
         return self.database.read(lambda conn: conn.execute(self.sql.anything_lost, parameters).first()) is not None
+
+    def drop_expired(self, queues: Sequence[str]) -> int:
+        """See the contract."""
+        total = 0
+        for queue in self._looks.expired_heads(list(dict.fromkeys(queues))):
+            # In parts: one transaction over a whole queue would keep everybody else waiting.
+            while number := self._run(lambda work, queue=queue: claim.drop_expired(work, queue), confirm=repeat):  # type: ignore[misc]  # mypy can't infer a lambda with a default
+                total += number
+        return total
 
     def prune(self, limit: int = 1000) -> int:
         """See the contract."""

@@ -86,12 +86,13 @@ def _claim_queue(work: Work, queue: str, limit: int, claimer: Claimer) -> list[C
         if bad:
             for part in chunks(sorted(bad)):
                 work.run(work.sql.undo_claim, p_ids=part)
-            finish(work, expired, State.CANCELED, Reason.EXPIRED)
+            _expire(work, expired)
             detail = f"delivered {work.settings.max_deliveries} times without being settled"
             finish(work, worn, State.FAILED, Reason.MAX_DELIVERIES, detail=detail)
         work.changed(taken, State.RUNNING)
         if expired:
-            _drop_expired(work, queue)
+            # More of the same kind is likely behind.
+            drop_expired(work, queue)
         if not bad or len(good) >= limit:
             break
     return good
@@ -102,11 +103,22 @@ def _unsettled(row: Any) -> int:
     return int(row.deliveries - row.attempts - row.throttled)
 
 
-def _drop_expired(work: Work, queue: str) -> None:
-    """More of the same kind is likely behind: drop it without claiming it first."""
+def drop_expired(work: Work, queue: str) -> int:
+    """Drop a part of what has expired in a queue, without claiming it first; returns how many that were."""
     ids = list(work.run_timed(work.sql.see_expired, p_queue=queue, p_limit=DROP).scalars())
+    number = 0
     for part in chunks(ids):
-        finish(work, work.run(work.sql.pick_expired, p_ids=part).all(), State.CANCELED, Reason.EXPIRED)
+        rows = work.run(work.sql.pick_expired, p_ids=part).all()
+        _expire(work, rows)
+        number += len(rows)
+    return number
+
+
+def _expire(work: Work, rows: Sequence[Any]) -> None:
+    """End rows that nobody wants any more; of those in a queue that will go itself nothing is kept."""
+    finish(work, rows, State.CANCELED, Reason.EXPIRED)
+    for part in chunks(sorted(row.id for row in rows)):
+        work.run(work.sql.delete_traceless, p_ids=part)
 
 
 def _take(work: Work, queue: str, limit: int, claimer: Claimer) -> list[Any]:

@@ -43,45 +43,63 @@ class Looks:
         self._database = database
         self._sql = sql
         self._probes = probes
-        #: Monotonic time at which the first delayed execution is due, as the last look showed; ``None``: not known.
-        self._due_at: float | None = None
-        #: By queues: what the mark was before a look that found nothing, and until when that is believed.
+        #: By queues: until when (monotonic seconds) they stay empty, by a look that found nothing.
+        self._empty: dict[frozenset[str], float] = {}
+        #: By queues: what the mark was before that look, and until when that is believed.
         self._nothing: dict[frozenset[str], tuple[object, float]] = {}
 
-    def due_in(self) -> float | None:
-        """See :meth:`..broker.Broker.due_in`."""
-        due_at = self._due_at
-        return None if due_at is None else max(0.0, due_at - time.monotonic())
+    def due_in(self, queues: Sequence[str]) -> float:
+        """Seconds for which there will be nothing, if nobody adds it; 0 when that is not known."""
+        return max(0.0, self._empty.get(frozenset(queues), 0.0) - time.monotonic())
 
-    def forget(self) -> None:
-        """Somebody claims without looking: a claim tells neither what is delayed nor what others have locked."""
-        self._due_at = None
+    def forget(self, queues: Sequence[str]) -> None:
+        """Something else than a look has been done with these queues."""
+        self._empty.pop(frozenset(queues), None)
 
     def anything(self, queues: Sequence[str]) -> bool:
         """Whether a claim from these queues may find something."""
-        if not self._probes:
-            return self._look(queues)
         name = frozenset(queues)
-        mark = self._database.change_mark()
-        known, until = self._nothing.get(name, (None, 0.0))
-        due_at = self._due_at
-        if due_at is not None and mark == known and time.monotonic() < min(until, due_at):
-            return False
-        if self._look(queues):
+        mark = self._database.change_mark() if self._probes else None
+        if mark is not None:
+            known, until = self._nothing.get(name, (None, 0.0))
+            if mark == known and time.monotonic() < min(until, self._empty.get(name, 0.0)):
+                return False
+        due_at = self._look(queues)
+        if due_at is None:
+            self.forget(queues)
             return True
-        if len(self._nothing) >= _MOST:
+        if len(self._empty) >= _MOST:
+            self._empty.clear()
             self._nothing.clear()
+        self._empty[name] = due_at
         self._nothing[name] = (mark, time.monotonic() + BELIEVED)
         return False
 
-    def _look(self, queues: Sequence[str]) -> bool:
-        def look(conn: sa.Connection) -> bool:
+    def expired_heads(self, queues: Sequence[str]) -> list[str]:
+        """Those of the queues that begin with what nobody wants any more."""
+
+        def look(conn: sa.Connection) -> list[str]:
+            found: list[str] = []
+            for part in chunks(queues):
+                parameters = self._sql.time(**queue_parameters(part))
+                found.extend(
+                    part[place] for place in conn.execute(self._sql.expired_heads(len(part)), parameters).scalars()
+                )
+            return found
+
+        return self._database.read(look) if queues else []
+
+    def _look(self, queues: Sequence[str]) -> float | None:
+        """When (monotonic seconds) the first delayed execution is due; ``None`` when there is something now."""
+
+        def look(conn: sa.Connection) -> float | None:
+            due_at = math.inf
             for part in chunks(queues):
                 rows = conn.execute(self._sql.anything(len(part)), self._sql.time(**queue_parameters(part))).all()
-                waits = [row.wait for row in rows if row.place < 0]
-                self._due_at = time.monotonic() + waits[0] / 1000 if waits else math.inf
-                if any(row.place >= 0 or row.wait <= 0 for row in rows):
-                    return True
-            return False
+                for row in rows:
+                    if row.place >= 0 or row.wait <= 0:
+                        return None
+                    due_at = min(due_at, time.monotonic() + row.wait / 1000)
+            return due_at
 
         return self._database.read(look)

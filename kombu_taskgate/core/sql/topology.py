@@ -22,7 +22,7 @@ from .work import chunks, repeat
 #: Exchanges whose bindings are remembered.
 _MOST = 1000
 #: How long in seconds bindings that were read are recent, and how long when changes are told.
-RECENT, RECENT_WHEN_TOLD = 1.0, 60.0
+RECENT, RECENT_WHEN_TOLD = 1.0, 300.0
 
 
 class SqlTopology:

@@ -9,6 +9,7 @@ import pytest
 from kombu_taskgate.core.broker import Broker
 from kombu_taskgate.core.errors import ConfigError
 from kombu_taskgate.core.model import FailKind, Lease, State
+from kombu_taskgate.core.topology import Queue
 from kombu_taskgate.testing.clock import FakeClock
 from kombu_taskgate.testing.threads import errors_of, together
 
@@ -168,6 +169,38 @@ class ClaimCases(Cases):
         assert (task.state, task.reason, task.deliveries) == (State.CANCELED, "expired", 0)
         assert task.finished_at == clock.now_ms()
         assert (state_of(broker, child), broker.get(child).reason) == (State.CANCELED, "parent")
+
+    def test_expired_in_a_queue_with_an_end(self, broker: Broker, clock: FakeClock) -> None:
+        """Of a queue that will go itself nothing is kept, but for what others are linked to."""
+        broker.topology.declare_queue(Queue(QUEUE, expires=60.0))
+        gone = put_many(broker, 3, expires_in=5.0)
+        parent = put(broker, expires_in=5.0)
+        child = put(broker, parents=[parent])
+        clock.advance(5)
+        assert broker.dequeue([QUEUE], 10) == []
+        assert [task.id for task in broker.list()] == [parent, child]
+        assert broker.get(parent).reason == "expired"
+        assert not {task.id for task in broker.list()} & set(gone)
+
+    def test_drop_expired(self, broker: Broker, clock: FakeClock) -> None:
+        """What has expired goes although nobody claims, as if it had been met by a claim, and nothing else does."""
+        broker.topology.declare_queue(Queue("ends", expires=60.0))
+        put_many(broker, 3, "ends", expires_in=5.0)
+        kept = [
+            put(broker, expires_in=5.0),
+            put(broker, "ends", expires_in=5.001),
+            put(broker, "other", expires_in=5.0),
+        ]
+        assert broker.drop_expired(["ends", QUEUE]) == 0
+        clock.advance(5)
+        assert broker.drop_expired(["ends", QUEUE, "unknown"]) == 4
+        assert broker.drop_expired(["ends", QUEUE]) == 0
+        assert broker.drop_expired([]) == 0
+        assert [(task.id, task.state) for task in broker.list()] == [
+            (kept[0], State.CANCELED),
+            (kept[1], State.PENDING),
+            (kept[2], State.PENDING),
+        ]
 
     def test_expires_in(self, broker: Broker, clock: FakeClock) -> None:
         """expires_in counts from the store's now; with expires_at the earlier one holds."""

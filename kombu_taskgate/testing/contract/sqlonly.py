@@ -304,20 +304,18 @@ class SqlCases(Cases):
     def test_a_claim_does_not_tell_when_something_is_due(self, sql_store: Store) -> None:
         """Only a look does: whoever sleeps by what a look before the claim said sleeps too long."""
         broker = self._open(sql_store)
-        assert broker.due_in() is None
+        assert broker.due_in([QUEUE]) == 0
         assert broker.dequeue([QUEUE]) == []
-        assert broker.due_in() is None, "this was a claim"
+        assert broker.due_in([QUEUE]) == 0, "this was a claim"
         assert broker.dequeue([QUEUE]) == []
-        assert broker.due_in() == math.inf
+        assert broker.due_in([QUEUE]) == math.inf
         put(broker)
         take(broker)
         put(broker, delay=3600.0)
         assert broker.dequeue([QUEUE]) == []
-        assert broker.due_in() is None, "this was a claim"
+        assert broker.due_in([QUEUE]) == 0, "this was a claim"
         assert broker.dequeue([QUEUE]) == []
-        due_in = broker.due_in()
-        assert due_in is not None
-        assert 0 < due_in <= 3600.0
+        assert 0 < broker.due_in([QUEUE]) <= 3600.0
 
     # -- plan --------------------------------------------------------------------------------------
 
