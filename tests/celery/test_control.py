@@ -1,4 +1,4 @@
-"""Remote control: every command of the installed Celery, with real workers (BUGLOG B39, B44, B46)."""
+"""Remote control: every command of the installed Celery, with real workers (reports B39, B44, B46)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ETAs wait in the database (BUGLOG B26, B27, B30, B31, B33)."""
+"""ETAs wait in the database (reports B26, B27, B30, B31, B33)."""
 
 from __future__ import annotations
 

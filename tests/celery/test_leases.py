@@ -1,4 +1,4 @@
-"""Leases: the living are never doubted, the dead are replaced (BUGLOG B01, B02, B07, B08, B13, B109)."""
+"""Leases: the living are never doubted, the dead are replaced (reports B01, B02, B07, B08, B13, B109)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that are told of work, and lose the connection on which they are told (BUGLOG B106)."""
+"""Workers that are told of work, and lose the connection on which they are told (reports B106)."""
 
 from __future__ import annotations
 
