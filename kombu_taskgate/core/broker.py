@@ -206,6 +206,12 @@ class Broker(Protocol):
         For queues whose consumers may be slow or gone. Behind one that has not expired others may stay.
         """
 
+    def reap_in(self) -> float:
+        """How many seconds at the least no lease can run out, by the last look of ``reap_expired``; 0 if not known.
+
+        For holders whose lease times are not shorter than this broker's.
+        """
+
     def prune(self, limit: int = 1000) -> int:
         """Delete at most ``limit`` final executions past their keeping time, and what only they needed.
 

@@ -219,7 +219,8 @@ class LeaseKeeper:
             self._failing = False
             logger.info("leases of %s are renewed again", self._owner)
         kept.renewed = attempt
-        kept.next = attempt + kept.session.ttl / 3
+        # Who holds nothing has less to lose, and enough time to try again all the same.
+        kept.next = attempt + kept.session.ttl / (3 if mine else 2)
         if not look:
             return
         here = {(id, token) for id, token in found.held.items()}

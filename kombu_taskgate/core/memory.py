@@ -470,6 +470,9 @@ class MemoryBroker:
                 self._give_back(row, True, changes)
             return len(held)
 
+    def reap_in(self) -> float:
+        return 0.0
+
     def reap_expired(self) -> int:
         with self._transaction() as changes:
             now = self._now()

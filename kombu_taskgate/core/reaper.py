@@ -86,7 +86,8 @@ class Reaper:
                 self._failing = False
 
     def _round(self, stop: threading.Event) -> None:
-        number = self._broker.reap_expired()
+        # Where nothing runs there is nothing to take back for a while.
+        number = 0 if self._broker.reap_in() else self._broker.reap_expired()
         if number:
             logger.warning("took back %d leases whose workers are gone", number)
         now = time.monotonic()

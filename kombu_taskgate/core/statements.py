@@ -561,7 +561,10 @@ class Statements:
 
     @cached_property
     def anything_lost(self) -> Statement:
-        """Whether one of pick_lost, pick_orphaned and pick_stray would find something; locks nothing."""
+        """1 when one of pick_lost, pick_orphaned and pick_stray would find something, 0 when anything runs; no locks.
+
+        Whether anything runs is only told where the index has running rows alone.
+        """
         t, s = self._t, self.tables.sessions.c
         held = sa.select(t.id).where(t.session == s.id, *self._out).limit(1)
         lost = held.correlate(self.tables.sessions).scalar_subquery().is_not(None)
@@ -570,8 +573,11 @@ class Statements:
             sa.select(s.id).where(s.until_ < self.now, lost),
             sa.select(t.id).where(t.session.is_not(None), ~sa.exists().where(s.id == t.session), *self._out),
         )
-        firsts = [_first(look, f"look{place}") for place, look in enumerate(looks)]
-        return sa.union_all(*(sa.select(sa.literal_column("1", sa.Integer)).select_from(first) for first in firsts))
+        answers = [("1", _first(look, f"look{place}")) for place, look in enumerate(looks)]
+        if self.dialect.partial_index("lease"):
+            running = sa.select(t.id).where(t.state == sa.literal_column("'running'"))
+            answers.append(("0", _first(running, "look")))
+        return sa.union_all(*(sa.select(sa.literal_column(it, sa.Integer)).select_from(look) for it, look in answers))
 
     # -- keeping tidy -------------------------------------------------------------------------------
 

@@ -28,6 +28,8 @@ AUTO_DELETE_EXPIRES = 3600.0
 LONGEST = 60.0
 #: Rounds of the reaper from one look for unused queues to the next.
 SWEEP_EVERY = 3
+#: The same after a look that has found nothing.
+SWEEP_SELDOM = 9
 
 
 @dataclass(slots=True)
@@ -164,14 +166,15 @@ class Sweeper:
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
-        self._rounds = 0
+        self._wait = SWEEP_EVERY
 
     def sweep(self) -> None:
-        """Look, in every third round of the reaper."""
-        self._rounds += 1
-        if self._rounds % SWEEP_EVERY:
+        """Look, in every third round of the reaper; seldomer while there is nothing to sweep."""
+        self._wait -= 1
+        if self._wait > 0:
             return
-        for name in self._broker.topology.unused():
+        unused = self._broker.topology.unused()
+        for name in unused:
             # Asked again for each, because deleting those before it takes time: a worker that starts again under its
             # old name may have declared it since.
             if name not in self._broker.topology.unused():
@@ -179,7 +182,8 @@ class Sweeper:
             number = delete_queue(self._broker, name)
             logger.info("deleted queue %r, which nobody has used for its time, and %d messages in it", name, number)
         names = [queue.name for queue in self._broker.topology.queues() if short_lived(queue) is not None]
-        self._broker.drop_expired(names)
+        dropped = self._broker.drop_expired(names)
+        self._wait = SWEEP_EVERY if unused or dropped else SWEEP_SELDOM
 
 
 def short_lived(queue: Queue | None) -> float | None:

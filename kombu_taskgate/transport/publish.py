@@ -50,7 +50,7 @@ def prepare(router: Router, envelope: Envelope, queues: Sequence[str], naive: tz
 
 
 class Trimmer:
-    """Keeps queues of short-lived messages short, on behalf of consumers that do not claim (BUGLOG B42).
+    """Keeps queues of short-lived messages short, on behalf of consumers that do not claim (docs/reports.md, B42).
 
     Who publishes to such a queue looks once in the time that its messages live, whether the first of them are past
     it. So a queue holds at most what is published in twice that time, whether its consumer is slow, frozen or dead.

@@ -1,4 +1,4 @@
-"""Networks that swallow everything without a word (BUGLOG B14, B17)."""
+"""Networks that swallow everything without a word (reports B14, B17)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many connections there are, and what happens when they are too few (BUGLOG B56, B110)."""
+"""How many connections there are, and what happens when they are too few (reports B56, B110)."""
 
 from __future__ import annotations
 

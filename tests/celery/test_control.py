@@ -1,11 +1,14 @@
-"""Remote control: every command of the installed Celery, with real workers (BUGLOG B39, B44, B46)."""
+"""Remote control: every command of the installed Celery, with real workers (reports B39, B44, B46)."""
 
 from __future__ import annotations
 
+import inspect
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
+from celery.worker.consumer import Consumer
 from celery.worker.control import Panel
 from sqlalchemy import make_url
 
@@ -191,6 +194,9 @@ def test_commands_have_their_effect(make_lab: MakeLab, main_url: str) -> None:
 
 # -- queues that are added and removed --------------------------------------------------------------------
 
+#: A queue that was canceled and added again; older versions of Celery forget it when they connect again.
+REMEMBERED = ["again"] if "select_add(queues[queue])" in inspect.getsource(Consumer.add_task_queue) else []
+
 
 @pytest.mark.crash
 def test_added_and_canceled_queues_survive_killed_sessions(victim: Victim, make_lab: MakeLab) -> None:
@@ -208,6 +214,26 @@ def test_added_and_canceled_queues_survive_killed_sessions(victim: Victim, make_
     assert lab.journal.starts(unwanted) == 0
     assert "ok" in ask(lab, "add_consumer", queue="other")[0]
     wait_for(lambda: lab.journal.ends(unwanted), 15, "what was canceled is consumed when it is added again")
+    assert worker.alive
+
+
+def test_added_and_canceled_queues_survive_a_new_connection(make_lab: MakeLab, tmp_path: Path) -> None:
+    """B44: the same when Celery gives its connection up, and puts together anew what it consumes from."""
+    lab = make_lab(f"sqlite:///{tmp_path}/broker.db")
+    worker = lab.start_worker("-c1", "-Q", "celery,other,again")
+    assert "ok" in ask(lab, "add_consumer", queue="added")[0]
+    assert "ok" in ask(lab, "cancel_consumer", queue="other")[0]
+    assert "ok" in ask(lab, "cancel_consumer", queue="again")[0]
+    wait_for(lambda: queues_of(lab, worker) == {"celery", "added"}, 10, "two are canceled")
+    assert "ok" in ask(lab, "add_consumer", queue="again")[0]
+    unwanted = lab.send("work", 0, queue="other")
+    for number in (2, 3):
+        lab.app.control.broadcast("lose_connection", destination=[worker.name])
+        wait_for(lambda number=number: worker.text().count("Connected to") == number, 20, "it has connected again")
+        ids = [lab.send("work", 0, queue=queue) for queue in ("celery", "added", *REMEMBERED)]
+        wait_for(lambda ids=ids: lab.journal.ended() >= set(ids), 15, "what was added is consumed")
+        assert queues_of(lab, worker) == {"celery", "added", *REMEMBERED}
+    assert lab.journal.starts(unwanted) == 0
     assert worker.alive
 
 

@@ -1,4 +1,4 @@
-"""Databases that fail, restart, forget connections or are locked (BUGLOG B96, B97, B98, B103)."""
+"""Databases that fail, restart, forget connections or are locked (reports B96, B97, B98, B103)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which order tasks run, and what others wait for (BUGLOG B19, B21, B23, B25)."""
+"""In which order tasks run, and what others wait for (reports B19, B21, B23, B25)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ETAs wait in the database (BUGLOG B26, B27, B30, B31, B33)."""
+"""ETAs wait in the database (reports B26, B27, B30, B31, B33)."""
 
 from __future__ import annotations
 
@@ -157,7 +157,11 @@ def test_countdowns_short_long_and_absurd(make_lab: MakeLab, main_url: str) -> N
     delays = {lab.send("work", 0, countdown=seconds): seconds for seconds in (0.2, 90 * 86400, 30 * 365 * 86400)}
     short = next(id for id, seconds in delays.items() if seconds == 0.2)
     wait_for(lambda: lab.journal.ends(short), 10, "the short one ran")
-    assert lab.journal.of("start", short)[0]["time"] - now < 2
+    start = lab.journal.of("start", short)[0]
+    assert start["time"] - now < 2
+    to_celery, told = start["eta"]
+    assert to_celery is None, "Celery would put it on its own timer"
+    assert abs(datetime.fromisoformat(told).timestamp() - now - 0.2) < 1
     wait_for(lambda: len(lab.rows()) == 2, 5, "the short one is settled")
     for row in lab.rows():
         assert row.task_id is not None

@@ -1,4 +1,4 @@
-"""Events of real workers: what a receiver sees, and what they cost when it does not look (BUGLOG B42)."""
+"""Events of real workers: what a receiver sees, and what they cost when it does not look (reports B42)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that come back from the dead, and networks that do (BUGLOG B12, B14)."""
+"""Workers that come back from the dead, and networks that do (reports B12, B14)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Leases under real workers: the living are never doubted, the dead are replaced (BUGLOG B01, B02, B07, B08, B13)."""
+"""Leases: the living are never doubted, the dead are replaced (reports B01, B02, B07, B08, B13, B109)."""
 
 from __future__ import annotations
 
 import time
 
+import psycopg
 import pytest
 from celery import Celery
 
@@ -64,6 +65,28 @@ def test_tasks_of_a_killed_worker_run_elsewhere(make_lab: MakeLab, main_url: str
     gate.touch()
     wait_for(lambda: lab.journal.ended() == set(ids), 10, "all end")
     wait_for(lambda: not lab.rows(), 5, "all rows gone")
+
+
+def test_renewal_rewrites_no_leased_row(make_lab: MakeLab, postgresql_url: str) -> None:
+    """B109: however many messages a worker holds, a renewal leaves one dead row version behind, not one for each."""
+    lab = make_lab(postgresql_url, conf={"worker_prefetch_multiplier": 20}, lease_ttl=1.5)
+    lab.start_worker("-c1")
+    gate = lab.folder / "gate"
+    ids = [lab.send("hold_until", str(gate)) for _ in range(20)]
+    wait_for(lambda: sum(row.state is State.RUNNING for row in lab.rows()) == 20, 15, "all are claimed")
+
+    def seen(column: str, table: str) -> set[str]:
+        with psycopg.connect(postgresql_url) as connection:
+            rows = connection.execute(f"SELECT {column}::text FROM {lab.options['table_prefix']}{table}").fetchall()
+        return {row[0] for row in rows}
+
+    versions = seen("(id, xmin)", "tasks")
+    renewals: set[str] = set()
+    wait_for(lambda: renewals.update(seen("until_", "sessions")) or len(renewals) >= 5, 15, "four renewals")
+    assert seen("(id, xmin)", "tasks") == versions
+    gate.touch()
+    wait_for(lambda: lab.journal.ended() == set(ids), 15, "all end")
+    assert set(lab.journal.starts_each().values()) == {1}
 
 
 def test_lease_time_has_nothing_to_do_with_task_time(make_lab: MakeLab, main_url: str) -> None:

@@ -1,4 +1,4 @@
-"""Sessions that are ended, servers that restart, and nodes that turn read-only, under load (BUGLOG B16, B97)."""
+"""Sessions that are ended, servers that restart, and nodes that turn read-only, under load (reports B16, B97)."""
 
 from __future__ import annotations
 

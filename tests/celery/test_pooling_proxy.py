@@ -1,4 +1,4 @@
-"""Behind a proxy that pools transactions (BUGLOG B105)."""
+"""Behind a proxy that pools transactions (reports B105)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every pool of Celery: prefork, solo, threads, gevent, eventlet (BUGLOG B52, B57, B58, B60, B61)."""
+"""Every pool of Celery: prefork, solo, threads, gevent, eventlet (reports B52, B57, B58, B60, B61)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reaping needs no one in particular (BUGLOG B11)."""
+"""Reaping needs no one in particular (reports B11)."""
 
 from __future__ import annotations
 

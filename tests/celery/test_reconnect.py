@@ -1,4 +1,4 @@
-"""Celery gives its connection up and opens another, again and again (BUGLOG B16)."""
+"""Celery gives its connection up and opens another, again and again (reports B16)."""
 
 from __future__ import annotations
 

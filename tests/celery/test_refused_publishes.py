@@ -1,4 +1,4 @@
-"""What is not stored is an error of the publisher, and what is no error is stored (BUGLOG B17)."""
+"""What is not stored is an error of the publisher, and what is no error is stored (reports B17)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Revocations hold whatever workers are up, and callers learn of them (BUGLOG B34, B35, B37, B38)."""
+"""Revocations hold whatever workers are up, and callers learn of them (reports B34, B35, B37, B38)."""
 
 from __future__ import annotations
 

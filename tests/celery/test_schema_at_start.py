@@ -1,4 +1,4 @@
-"""Empty, shared, old, new and unsupported databases (BUGLOG B99, B100, B112, B115, B116)."""
+"""Empty, shared, old, new and unsupported databases (reports B99, B100, B112, B115, B116)."""
 
 from __future__ import annotations
 

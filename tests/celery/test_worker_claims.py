@@ -1,4 +1,4 @@
-"""worker_disable_prefetch: a worker reserves no more than its pool can run (BUGLOG T3), and what it says at start."""
+"""worker_disable_prefetch: a worker reserves no more than its pool can run, and what it says at start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def held_by(lab: Lab) -> list[int]:
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
 def test_nothing_is_reserved_beyond_the_pool(make_lab: MakeLab, main_url: str, pool: str) -> None:
-    """T3: of six long tasks the only worker takes two; a second one, that comes later, starts two more at once."""
+    """Of six long tasks the only worker takes two; a second one, that comes later, starts two more at once."""
     lab = make_lab(main_url, conf=CONF)
     gate = lab.folder / "gate"
     ids = [lab.send("hold_until", str(gate)) for _ in range(6)]

@@ -1,4 +1,4 @@
-"""Lost pool processes and hard time limits count as losses, and nothing else does (BUGLOG B03, B04, B18, B54; T6)."""
+"""Lost pool processes and hard time limits count as losses, and nothing else does (reports B03, B04, B18, B54)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two living workers of one name (BUGLOG B43)."""
+"""Two living workers of one name (reports B43)."""
 
 from __future__ import annotations
 

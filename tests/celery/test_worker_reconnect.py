@@ -1,4 +1,4 @@
-"""Cut connections under tasks that are to be canceled on connection loss (BUGLOG B63)."""
+"""Cut connections under tasks that are to be canceled on connection loss (reports B63)."""
 
 from __future__ import annotations
 

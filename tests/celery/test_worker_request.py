@@ -1,4 +1,4 @@
-"""Requests by themselves: which failure is a loss, and which request may still be given back (BUGLOG T6)."""
+"""Requests by themselves: which failure is a loss, and which request may still be given back."""
 
 from __future__ import annotations
 

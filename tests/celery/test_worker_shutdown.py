@@ -1,4 +1,4 @@
-"""Workers that are told to stop: what has not begun goes elsewhere at once, what runs ends (BUGLOG B47, B48, B50)."""
+"""Workers that are told to stop: what has not begun goes elsewhere at once, what runs ends (reports B47, B48, B50)."""
 
 from __future__ import annotations
 

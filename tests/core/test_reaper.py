@@ -26,6 +26,7 @@ class Scripted(MemoryBroker):
     """A broker whose rounds can be made to fail."""
 
     fault: Exception | None = None
+    calm = 0.0
     rounds = 0
     prunes = 0
 
@@ -34,6 +35,9 @@ class Scripted(MemoryBroker):
         if self.fault is not None:
             raise self.fault
         return super().reap_expired()
+
+    def reap_in(self) -> float:
+        return self.calm
 
     def prune(self, limit: int = 1000) -> int:
         self.prunes += 1
@@ -54,6 +58,19 @@ def test_takes_back_what_ran_out() -> None:
     reaper.stop()
     assert broker.get(id).lease_lost == 1
     assert broker.prunes == 1
+
+
+def test_reaps_nothing_where_nothing_can_have_run_out() -> None:
+    broker = make_broker()
+    broker.calm = 1.0
+    also: list[None] = []
+    reaper = Reaper(broker, 0.01, also=lambda: also.append(None))
+    reaper.start()
+    wait_for(lambda: len(also) >= 5, "it goes on with the rest")
+    assert broker.rounds == 0
+    broker.calm = 0.0
+    wait_for(lambda: broker.rounds >= 3, "it reaps")
+    reaper.stop()
 
 
 @pytest.mark.parametrize("fault", [StoreUnavailable("away"), RuntimeError("a bug")])

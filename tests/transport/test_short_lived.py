@@ -1,4 +1,4 @@
-"""Queues of short-lived messages stay short although nobody consumes them (BUGLOG B42)."""
+"""Queues of short-lived messages stay short although nobody consumes them (reports B42)."""
 
 from __future__ import annotations
 

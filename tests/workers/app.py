@@ -58,6 +58,7 @@ def note(event: str, task: Task, **more: object) -> None:
         "worker": task.request.hostname,
         "redelivered": bool((task.request.delivery_info or {}).get("redelivered")),
         "time": time.time(),
+        "eta": [task.request.eta, getattr(task.request, "taskgate_eta", None)],
         **more,
     }
     file = os.open(os.environ["TASKGATE_TEST_JOURNAL"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)

@@ -98,6 +98,7 @@ class SqlBroker:
         self._quiet = False
         self._promoted_at = 0.0
         self._repaired_at = -REPAIR_EVERY
+        self._calm_until = 0.0
 
     def _inspect(self, dialect: Dialect) -> None:
         def work(conn: sa.Connection) -> None:
@@ -428,8 +429,18 @@ class SqlBroker:
 
     def _anything_lost(self) -> bool:
         """A look without a transaction: most rounds have nothing to take back."""
+        began = time.monotonic()
         parameters = self.sql.time()
-        return self.database.read(lambda conn: conn.execute(self.sql.anything_lost, parameters).first()) is not None
+        found = self.database.read(lambda conn: conn.execute(self.sql.anything_lost, parameters).scalars().all())
+        calm = not found and self._clock is None and bool(self.database.dialect.partial_index("lease"))
+        # What is claimed from now on has its lease time at the least.
+        shortest = min([self.settings.lease_ttl, *self.settings.queue_lease_ttl.values()])
+        self._calm_until = began + shortest if calm else 0.0
+        return 1 in found
+
+    def reap_in(self) -> float:
+        """See the contract."""
+        return max(0.0, self._calm_until - time.monotonic())
 
     def drop_expired(self, queues: Sequence[str]) -> int:
         """See the contract."""

@@ -273,6 +273,24 @@ class SqlCases(Cases):
                 put(broker)
         broker.ack(claim)
 
+    def test_calm(self, sql_store: Store) -> None:
+        """While anything runs, or the store can't tell, a lease may run out at any time; else not before its time."""
+        broker = self._open(sql_store, lease_ttl=60, queue_lease_ttl={"quick": 20})
+        assert broker.reap_in() == 0, "nobody has looked"
+        broker.reap_expired()  # the first is a round in full
+        put(broker)
+        assert broker.reap_expired() == 0
+        calm = broker.reap_in()
+        assert calm == 0 or 10 < calm <= 20
+        claim = take(broker)
+        assert broker.reap_expired() == 0
+        assert broker.reap_in() == 0
+        broker.ack(claim)
+        assert broker.reap_expired() == 0
+        assert (broker.reap_in() == 0) == (calm == 0)
+        if "mysql" not in broker.settings.url:
+            assert calm > 0
+
     # -- damage ------------------------------------------------------------------------------------
 
     def test_reaper_repairs_blocked_rows(self, sql_store: Store, clock: FakeClock) -> None:
