@@ -6,7 +6,6 @@ One lock guards everything, so each method is one transaction. Everything lives 
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -15,12 +14,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from operator import attrgetter
 
-from . import revocations
 from .broker import Notify
 from .clock import Clock, to_ms
 from .errors import (
@@ -35,6 +33,8 @@ from .errors import (
     TaskExists,
     TaskNotFound,
 )
+from .memory_revocations import MemoryRevocations
+from .memory_topology import MemoryTopology
 from .model import (
     FINAL,
     NO_TOKEN,
@@ -792,144 +792,6 @@ class MemoryBroker:
         return [child for child in found if child is not None and child.state is State.BLOCKED]
 
 
-class MemoryTopology:
-    """A :class:`~kombu_taskgate.core.topology.Topology` over a :class:`MemoryStore`."""
-
-    def __init__(self, store: MemoryStore, clock: Clock) -> None:
-        self._store = store
-        self._clock = clock
-
-    def declare_exchange(self, exchange: Exchange) -> Exchange:
-        check_name(exchange.name, "exchange")
-        with self._store.changed:
-            return self._store.exchanges.setdefault(exchange.name, exchange)
-
-    def exchange(self, name: str) -> Exchange | None:
-        with self._store.changed:
-            return self._store.exchanges.get(name)
-
-    def exchanges(self) -> list[Exchange]:
-        with self._store.changed:
-            return sorted(self._store.exchanges.values(), key=attrgetter("name"))
-
-    def delete_exchange(self, name: str) -> None:
-        with self._store.changed:
-            self._store.exchanges.pop(name, None)
-            self._drop_bindings(lambda binding: binding.exchange == name)
-
-    def declare_queue(self, queue: Queue) -> Queue:
-        check_name(queue.name, "queue")
-        with self._store.changed:
-            self._store.touched[queue.name] = self._clock.now_ms()
-            return self._store.queues.setdefault(queue.name, queue)
-
-    def queue(self, name: str) -> Queue | None:
-        with self._store.changed:
-            return self._store.queues.get(name)
-
-    def queues(self) -> list[Queue]:
-        with self._store.changed:
-            return sorted(self._store.queues.values(), key=attrgetter("name"))
-
-    def delete_queue(self, name: str) -> None:
-        with self._store.changed:
-            self._store.queues.pop(name, None)
-            self._store.touched.pop(name, None)
-            self._drop_bindings(lambda binding: binding.queue == name)
-
-    def bind(self, binding: Binding) -> None:
-        with self._store.changed:
-            self._store.bindings.setdefault(_binding_key(binding), binding)
-
-    def unbind(self, binding: Binding) -> None:
-        with self._store.changed:
-            self._store.bindings.pop(_binding_key(binding), None)
-
-    def bindings(self, exchange: str | None = None) -> list[Binding]:
-        with self._store.changed:
-            return [b for b in self._store.bindings.values() if exchange is None or b.exchange == exchange]
-
-    def recent_bindings(self, exchange: str) -> list[Binding]:
-        return self.bindings(exchange)
-
-    def set_consumers(self, session: Session, numbers: Mapping[str, int]) -> None:
-        with self._store.changed:
-            for queue, number in numbers.items():
-                if number:
-                    self._store.consumers[queue, session.id] = number
-                else:
-                    self._store.consumers.pop((queue, session.id), None)
-                    self._touch([queue])
-
-    def consumers(self, queue: str, but: Collection[int] = ()) -> int:
-        with self._store.changed:
-            now = self._clock.now_ms()
-            return sum(
-                number
-                for (name, session), number in self._store.consumers.items()
-                if name == queue and session not in but and self._store.sessions.get(session, 0) >= now
-            )
-
-    def touch(self, names: Sequence[str]) -> None:
-        with self._store.changed:
-            self._touch(names)
-
-    def _touch(self, names: Sequence[str]) -> None:
-        now = self._clock.now_ms()
-        self._store.touched.update({name: now for name in names if name in self._store.queues})
-
-    def unused(self) -> list[str]:
-        with self._store.changed:
-            now = self._clock.now_ms()
-            return sorted(
-                queue.name
-                for queue in self._store.queues.values()
-                if queue.expires is not None and self._last_use(queue.name) + to_ms(queue.expires) < now
-            )
-
-    def _last_use(self, queue: str) -> int:
-        ends = [self._store.sessions.get(session, 0) for name, session in self._store.consumers if name == queue]
-        return max([self._store.touched[queue], *ends])
-
-    def _drop_bindings(self, dropped: Callable[[Binding], bool]) -> None:
-        self._store.bindings = {key: b for key, b in self._store.bindings.items() if not dropped(b)}
-
-
-class MemoryRevocations:
-    """The :class:`~kombu_taskgate.core.revocations.Revocations` of a :class:`MemoryStore`."""
-
-    def __init__(self, store: MemoryStore, clock: Clock) -> None:
-        self._store = store
-        self._clock = clock
-
-    def add(self, revoked: Sequence[Revocation], keep: float) -> None:
-        revocations.check(revoked, keep)
-        with self._store.changed:
-            until = self._clock.now_ms() + to_ms(keep)
-            known = self._store.revocations
-            known.update((one, max(until, known.get(one, until))) for one in revoked)
-
-    def any(self) -> bool:
-        return bool(self._store.revocations)
-
-    def find(self, asked: Sequence[Revocation]) -> set[Revocation]:
-        with self._store.changed:
-            return {one for one in asked if one in self._store.revocations}
-
-    def count(self) -> int:
-        return len(self._store.revocations)
-
-    def sweep(self, limit: int = 1000) -> int:
-        with self._store.changed:
-            known, now = self._store.revocations, self._clock.now_ms()
-            old = sorted((one for one, until in known.items() if until < now), key=lambda one: known[one])
-            going = {row.task_id for row in self._store.tasks.values() if row.state not in FINAL} if old else set()
-            swept = [one for one in old if one.header or one.value not in going][:limit]
-            for one in swept:
-                del known[one]
-            return len(swept)
-
-
 _by_id = attrgetter("id")
 
 
@@ -970,11 +832,6 @@ def _matches(row: Task, wanted: Filter) -> bool:
     return (wanted.states is None or row.state in wanted.states) and all(
         getattr(wanted, name) in (None, getattr(row, name)) for name in exact
     )
-
-
-def _binding_key(binding: Binding) -> tuple[str, str, str, str]:
-    arguments = json.dumps(dict(binding.arguments), sort_keys=True, default=str)
-    return binding.exchange, binding.queue, binding.routing_key, arguments
 
 
 # -- fork -------------------------------------------------------------------------------------------
