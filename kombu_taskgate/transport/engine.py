@@ -26,7 +26,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 
 from ..core.broker import Broker
 from ..core.errors import LeaseLost, StoreUnavailable, TaskgateError
@@ -38,6 +37,7 @@ from ..core.settings import BrokerSettings
 from ..core.watch import LOOK_ON, Polling, Watch
 from .codec import Envelope, decode
 from .errors import RecoverableConnectionError, Undecodable
+from .intake import Intake, Request, requests_for
 from .options import EngineOptions
 from .revocations import RevokedClaims
 from .settle import Action, Batch, Settlement, Settler
@@ -45,8 +45,6 @@ from .window import Consumer, Delivery, Stage, Window
 
 logger = logging.getLogger("kombu_taskgate.transport")
 
-#: Most claims of one call: their payloads come in one answer.
-MOST_CLAIMS = 500
 #: Acks that are always enough for a turn.
 ENOUGH_ACKS = 32
 #: Longest rest in seconds between two turns, however long the first took: it may have waited for a lock.
@@ -65,51 +63,6 @@ LOOK_AFTER_UNTOLD = 600.0
 LOOK = 0.25
 #: The same of a consumer that can't start anything at the moment; it costs the database nothing.
 LOOK_FOR_ROOM = 0.05
-
-
-@dataclass(slots=True)
-class _Intake:
-    """One channel's wish for claims: from these queues, so many."""
-
-    window: Window
-    no_ack: bool
-    queues: list[str]
-    free: int
-
-    @property
-    def key(self) -> tuple[Window, bool]:
-        return self.window, self.no_ack
-
-
-@dataclass(slots=True)
-class _Request:
-    """One dequeue call; several intakes can share it."""
-
-    session: Session | None
-    intakes: list[_Intake] = field(default_factory=list)
-    #: How many claims it got, and whether a channel with more room could have got more.
-    found: int = 0
-    curbed: bool = False
-
-    @property
-    def queues(self) -> list[str]:
-        return list(dict.fromkeys(queue for intake in self.intakes for queue in intake.queues))
-
-    @property
-    def limit(self) -> int:
-        """Whichever channel the claims are for, there is room for all of them."""
-        return min(MOST_CLAIMS, *(intake.free for intake in self.intakes))
-
-    @property
-    def full(self) -> bool:
-        return self.found >= self.limit
-
-    def would_take_more(self, claims: Sequence[Claim]) -> bool:
-        """Whether a channel got some, and was held back by another with less room."""
-        if not self.full:
-            return False
-        got = {claim.queue for claim in claims}
-        return any(intake.free > self.limit and not got.isdisjoint(intake.queues) for intake in self.intakes)
 
 
 class DeliveryEngine:
@@ -629,7 +582,7 @@ class DeliveryEngine:
                     due = min(due, now + LOOK_FOR_ROOM)
         return due
 
-    def _intakes(self, *, anyway: bool) -> list[_Intake]:
+    def _intakes(self, *, anyway: bool) -> list[Intake]:
         """Who has room for claims; nobody if none of them has a reason to look now, unless ``anyway``."""
         if self._stopping or self._retired is not None:
             return []
@@ -639,7 +592,7 @@ class DeliveryEngine:
                 queues = window.queues(no_ack=no_ack)
                 free = window.free(no_ack=no_ack)
                 if queues and free > 0 and window.flow:
-                    intakes.append(_Intake(window, no_ack, queues, free))
+                    intakes.append(Intake(window, no_ack, queues, free))
                 else:
                     # What comes until it has room again, nobody here has looked for.
                     self._found_nothing.discard((window, no_ack))
@@ -688,12 +641,12 @@ class DeliveryEngine:
             intakes = self._intakes(anyway=bool(batch.acks))
             wakes = self._wakes
         asked = bool(batch)
-        requests: list[_Request] = []
+        requests: list[Request] = []
         failed = True
         try:
             self._settler.write_others(batch)
             if intakes and self._keeper.may_claim:
-                requests = self._requests(intakes)
+                requests = requests_for(intakes, self._keeper.session_for, split=self._split)
                 for request in requests:
                     refused, claims = self.broker.ack_and_dequeue(
                         [settlement.claim for settlement in batch.acks],
@@ -717,7 +670,7 @@ class DeliveryEngine:
             self._upkeep_at = time.monotonic() + self._upkeep()
         return asked or bool(requests)
 
-    def _plan_next_look(self, requests: Sequence[_Request], *, began: float, woken: bool) -> None:
+    def _plan_next_look(self, requests: Sequence[Request], *, began: float, woken: bool) -> None:
         now = time.monotonic()
         self._rested_at = now + min(now - began, LONGEST_REST)
         for window in self._windows:
@@ -762,26 +715,6 @@ class DeliveryEngine:
             if due_in:
                 pause = max(self.settings.poll_min, min(longest, due_in))
         self._poll_at = now + pause
-
-    def _requests(self, intakes: Sequence[_Intake]) -> list[_Request]:
-        """Bundle the wishes into as few calls as possible; each call is under one session."""
-        requests: dict[tuple[int, int], _Request] = {}
-        acking = any(not intake.no_ack for intake in intakes)
-        for place, intake in enumerate(intakes):
-            by_session: dict[int, _Intake] = {}
-            sessions: dict[int, Session | None] = {}
-            for queue in intake.queues:
-                session = self._keeper.session_for(queue) if acking else None
-                number = 0 if session is None else session.id
-                sessions[number] = session
-                part = by_session.setdefault(number, _Intake(intake.window, intake.no_ack, [], intake.free))
-                part.queues.append(queue)
-            for number, part in by_session.items():
-                # One channel's room is not given out twice, so its sessions share it.
-                part.free = max(1, intake.free // len(by_session))
-                key = (number, place if self._split else 0)
-                requests.setdefault(key, _Request(sessions[number])).intakes.append(part)
-        return list(requests.values())
 
     def _admit(self, claims: Sequence[Claim]) -> None:
         """Take claims in: hold their leases, decode them, and put them into the buffers."""
