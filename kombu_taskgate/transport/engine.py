@@ -34,10 +34,10 @@ from ..core.model import Claim, FailKind, Lease, Reason, Session
 from ..core.ready import Ready
 from ..core.reaper import Reaper
 from ..core.settings import BrokerSettings
-from ..core.watch import LOOK_ON, Polling, Watch
 from .codec import Envelope, decode
 from .errors import RecoverableConnectionError, Undecodable
 from .intake import Intake, Request, requests_for
+from .looking import LOOK, Looking
 from .options import EngineOptions
 from .revocations import RevokedClaims
 from .settle import Action, Batch, Settlement, Settler
@@ -57,11 +57,7 @@ LAST_TRY = 5.0
 COLLECT_AFTER = 2.0
 #: Seconds without a consumer and without anything to settle after which an engine rests, until it is used again.
 REST_AFTER = 30.0
-#: Seconds for which whoever has found work that nobody told of looks for it as if nobody ever told.
-LOOK_AFTER_UNTOLD = 600.0
-#: How often things are looked at that tell nobody when they change.
-LOOK = 0.25
-#: The same of a consumer that can't start anything at the moment; it costs the database nothing.
+#: LOOK of a consumer that can't start anything at the moment; it costs the database nothing.
 LOOK_FOR_ROOM = 0.05
 
 
@@ -130,19 +126,7 @@ class DeliveryEngine:
         self._pending = Batch()
         self._live: dict[tuple[int, int], Delivery] = {}
         self._wakes = 0
-        self._split = False
-        #: When to look again at the queues of those who have room and found nothing in the last look. Who has got room
-        #: since then, or found as much as it had room for, looks without waiting for it.
-        self._poll_at = 0.0
-        self._found_nothing: set[tuple[Window, bool]] = set()
-        self._poll_pause = self.settings.poll_min
-        #: Whoever has heard or found something goes on looking until then, see core/watch.py.
-        self._look_on = 0.0
-        #: Whoever has found what nobody told of does not count on being told until then.
-        self._look_until = 0.0
-        #: Whether the next look is one that nobody is expected to have to tell of.
-        self._untold = False
-        self._watch: Watch = Polling(self.settings.poll_max)
+        self._looking = Looking(self.settings, self.broker.due_in)
         self._rested_at = 0.0
         self._upkeep_at = 0.0
         self._retry_at = 0.0
@@ -163,7 +147,7 @@ class DeliveryEngine:
                 return
             self._keeper.start()
             self._reaper.start()
-            self._watch = self.broker.watch(self._told)
+            self._looking.watch = self.broker.watch(self._told)
             self._thread = threading.Thread(target=self._pump, name="taskgate-pump", daemon=True)
             self._thread.start()
 
@@ -179,7 +163,7 @@ class DeliveryEngine:
                 if self._unused_since is None or now < self._unused_since + REST_AFTER:
                     return False
                 self._thread = None
-            self._watch.close()
+            self._looking.watch.close()
             self._keeper.stop()
             self._reaper.stop()
             return True
@@ -203,7 +187,7 @@ class DeliveryEngine:
             # A call that hangs in a dead network must not keep the process from ending.
             self._thread.join(LAST_TRY)
         self._last_settlements()
-        self._watch.close()
+        self._looking.watch.close()
         self._keeper.stop()
         self._reaper.stop()
 
@@ -285,7 +269,7 @@ class DeliveryEngine:
             if window not in self._windows:
                 return 0
             self._windows.remove(window)
-            self._found_nothing -= {(window, False), (window, True)}
+            self._looking.forget([(window, False), (window, True)])
             window.consumers.clear()
             return self._put_back(window)
 
@@ -378,9 +362,8 @@ class DeliveryEngine:
                 for window in self._windows
                 for consumer in window.consumers_of(queue)
             ]
-            self._found_nothing.difference_update(concerned)
             if concerned:
-                self._look_on = time.monotonic() + LOOK_ON
+                self._looking.heard(concerned)
             # Who has no room looks when it has some.
             if not self._stopping and any(
                 window.flow and window.free(no_ack=no_ack) > 0 for window, no_ack in concerned
@@ -480,10 +463,7 @@ class DeliveryEngine:
 
     def _wake(self) -> None:
         self._wakes += 1
-        self._poll_at = 0.0
-        self._poll_pause = self.settings.poll_min
-        self._look_on = time.monotonic() + LOOK_ON
-        self._untold = False
+        self._looking.woken()
         self._work.notify()
 
     def _next(self) -> Delivery | None:
@@ -576,8 +556,7 @@ class DeliveryEngine:
                     # Where the consumer could start something now, it waits for nothing else.
                     enough = window.curbed or free * 2 >= window.size(no_ack=no_ack)
                     room_due = now if enough else window.room_since + self._options.ack_delay
-                    waits = (window, no_ack) in self._found_nothing
-                    due = min(due, max(room_due, self._poll_at) if waits else room_due)
+                    due = min(due, self._looking.due((window, no_ack), room_due))
                 elif window.curbed:
                     due = min(due, now + LOOK_FOR_ROOM)
         return due
@@ -595,9 +574,8 @@ class DeliveryEngine:
                     intakes.append(Intake(window, no_ack, queues, free))
                 else:
                     # What comes until it has room again, nobody here has looked for.
-                    self._found_nothing.discard((window, no_ack))
-        look = anyway or time.monotonic() >= self._poll_at
-        return intakes if look or any(intake.key not in self._found_nothing for intake in intakes) else []
+                    self._looking.forget([(window, no_ack)])
+        return intakes if anyway or self._looking.any_due(intake.key for intake in intakes) else []
 
     # -- the pump ----------------------------------------------------------------------------------
 
@@ -646,7 +624,7 @@ class DeliveryEngine:
         try:
             self._settler.write_others(batch)
             if intakes and self._keeper.may_claim:
-                requests = requests_for(intakes, self._keeper.session_for, split=self._split)
+                requests = requests_for(intakes, self._keeper.session_for, split=self._looking.split)
                 for request in requests:
                     refused, claims = self.broker.ack_and_dequeue(
                         [settlement.claim for settlement in batch.acks],
@@ -675,46 +653,10 @@ class DeliveryEngine:
         self._rested_at = now + min(now - began, LONGEST_REST)
         for window in self._windows:
             window.room_since = now
-        if not requests:
-            if not self._keeper.may_claim:
-                # Not later, however long somebody with room has been sleeping: others have got room since.
-                self._poll_at = now + LOOK
-                self._found_nothing.update((window, no_ack) for window in self._windows for no_ack in (False, True))
-            return
-        for request in requests:
-            # But for a channel that has been closed meanwhile.
-            keys = {intake.key for intake in request.intakes if intake.window in self._windows}
-            self._found_nothing = self._found_nothing - keys if request.full else self._found_nothing | keys
-        full = any(request.full for request in requests)
-        self._split = any(request.curbed for request in requests) or (self._split and full)
-        found = any(request.found for request in requests)
-        # Before the sleep has ended, say for an acknowledgement, a look may find what is about to be told.
-        if found and self._untold and began >= self._poll_at:
-            # The connection may have died, or there are publishers who do not tell: an older version, or one with
-            # listen=False.
-            self._watch.doubt()
-            self._look_until = now + LOOK_AFTER_UNTOLD
-        if full or woken:
-            self._poll_at = 0.0
-            self._untold = False
-            return
-        if found:
-            self._poll_pause = self.settings.poll_min
-            self._look_on = now + LOOK_ON
-        else:
-            longest = min(self.settings.poll_max, self._watch.longest_pause)
-            self._poll_pause = min(self._poll_pause * 2, longest)
-        self._untold = False
-        pause = self._poll_pause * random.uniform(0.8, 1.0)
-        # The look must have begun after the time to look on, however long its answer took.
-        if self._watch.live and began >= max(self._look_on, self._look_until):
-            # The store tells of new work: sleep until something is due, or for as long as a word may have been lost.
-            longest = self._watch.longest_pause * random.uniform(0.8, 1.0)
-            due_in = min(self.broker.due_in(request.queues) for request in requests)
-            self._untold = due_in > longest
-            if due_in:
-                pause = max(self.settings.poll_min, min(longest, due_in))
-        self._poll_at = now + pause
+        if requests:
+            self._looking.looked(requests, self._windows, began=began, woken=woken)
+        elif not self._keeper.may_claim:
+            self._looking.hold(self._windows)
 
     def _admit(self, claims: Sequence[Claim]) -> None:
         """Take claims in: hold their leases, decode them, and put them into the buffers."""

@@ -440,9 +440,11 @@ def test_room_that_comes_while_leases_can_not_be_renewed_is_filled_afterwards(co
         with monkeypatch.context() as patched:
             patched.setattr(type(engine._keeper), "may_claim", property(lambda keeper: False))
             # As if another channel, which has room, slept until it is told.
-            engine._poll_at = time.monotonic() + 3600.0
+            engine._looking.at = time.monotonic() + 3600.0
             taken[0].ack()
-            wait_until(lambda: size(connection, "q") == 1 and not engine._pending and engine._found_nothing, "it waits")
+            wait_until(
+                lambda: size(connection, "q") == 1 and not engine._pending and engine._looking.found_nothing, "it waits"
+            )
         drain(connection, taken, 2)
 
 
@@ -481,8 +483,8 @@ def test_a_channel_that_is_closed_during_a_look_is_forgotten(connect_memory, mon
         monkeypatch.setattr(engine.broker, "ack_and_dequeue", claim_and_close)
         with consuming(connection, "other", channel=channel):
             wait_until(lambda: window not in engine._windows, "it is closed")
-            wait_until(lambda: engine._found_nothing, "the look has ended")
-            assert window not in {known for known, _ in engine._found_nothing}
+            wait_until(lambda: engine._looking.found_nothing, "the look has ended")
+            assert window not in {known for known, _ in engine._looking.found_nothing}
 
 
 # -- lost and canceled -----------------------------------------------------------------------------

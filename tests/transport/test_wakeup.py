@@ -18,7 +18,7 @@ from kombu_taskgate.core.watch import LOOK_ON
 from kombu_taskgate.testing.stores import InDatabase
 from kombu_taskgate.testing.threads import DEADLINE, wait_until
 from kombu_taskgate.transport import declared as declared_module
-from kombu_taskgate.transport import engine as engine_module
+from kombu_taskgate.transport import looking as looking_module
 from kombu_taskgate.transport.codec import Envelope, encode
 from tests.transport.conftest import connections
 from tests.transport.helpers import consuming, drain
@@ -72,7 +72,7 @@ def elsewhere(store: InDatabase) -> SqlBroker:
 def idle(connection, statements: Statements) -> None:
     """Wait until the consumer has stopped looking."""
     engine = connection.connection.engine
-    wait_until(lambda: engine._watch.live, "it listens")
+    wait_until(lambda: engine._looking.watch.live, "it listens")
 
     def calm() -> bool:
         before = len(statements.seen)
@@ -123,7 +123,7 @@ def test_work_that_nobody_told_of_is_found_and_makes_doubt(store, elsewhere, mon
     connection = next(made)()
     with consuming(connection, "q") as taken:
         engine = connection.connection.engine
-        wait_until(lambda: engine._untold, "it sleeps until it is told")
+        wait_until(lambda: engine._looking.untold, "it sleeps until it is told")
         silent.enqueue(NewTask("q", message("untold")))
         drain(connection, taken, 1)
         wait_until(lambda: doubts == [None], "it has the connection tested")
@@ -148,7 +148,7 @@ def filled(connection, elsewhere: SqlBroker, taken) -> None:
     elsewhere.enqueue(NewTask("q", message("first")))
     drain(connection, taken, 1)
     engine = connection.connection.engine
-    wait_until(lambda: time.monotonic() > engine._look_on, "it does not look on")
+    wait_until(lambda: time.monotonic() > engine._looking.on_until, "it does not look on")
 
 
 @pytest.mark.postgresql
@@ -163,13 +163,13 @@ def test_what_is_delayed_while_there_is_no_room_is_found_when_it_is_due(connecti
 
 @pytest.mark.postgresql
 def test_who_hears_of_work_without_room_for_it_looks_on_all_the_same(connection, elsewhere, monkeypatch):
-    monkeypatch.setattr(engine_module, "LOOK_ON", DEADLINE)
+    monkeypatch.setattr(looking_module, "LOOK_ON", DEADLINE)
     with consuming(connection, "q", prefetch=1) as taken:
         engine = connection.connection.engine
-        wait_until(lambda: engine._watch.live, "it listens")
+        wait_until(lambda: engine._looking.watch.live, "it listens")
         elsewhere.enqueue(NewTask("q", message("first")))
         drain(connection, taken, 1)
-        engine._look_on = 0.0
+        engine._looking.on_until = 0.0
         heard: list[object] = []
         wake = engine.wake
         monkeypatch.setattr(engine, "wake", lambda queues: heard.append(wake(queues)))
@@ -178,7 +178,9 @@ def test_who_hears_of_work_without_room_for_it_looks_on_all_the_same(connection,
         assert len(elsewhere.dequeue(["q"])) == 1
         wait_until(lambda: heard, "it has heard")
         taken[0].ack()
-        wait_until(lambda: engine._found_nothing and engine.broker.due_in(["q"]) > 0, "it has found nothing, twice")
+        wait_until(
+            lambda: engine._looking.found_nothing and engine.broker.due_in(["q"]) > 0, "it has found nothing, twice"
+        )
         untold(elsewhere, "second")
         drain(connection, taken, 2)
 
@@ -195,7 +197,7 @@ def test_a_look_that_took_long_is_not_the_last_one(connection, elsewhere, monkey
             found = claim(*args, **options)
             if next(slow, False):
                 untold(elsewhere, "too late for this look")
-                wait_until(lambda: time.monotonic() > engine._look_on, "the time to look on is over")
+                wait_until(lambda: time.monotonic() > engine._looking.on_until, "the time to look on is over")
             return found
 
         monkeypatch.setattr(engine.broker, "ack_and_dequeue", claim_slowly)
@@ -213,7 +215,7 @@ def test_a_look_that_failed_is_repeated(connection, elsewhere, monkeypatch):
 
         def claim_or_fail(*args, **options):
             if next(failing, False):
-                wait_until(lambda: time.monotonic() > engine._look_on, "the time to look on is over")
+                wait_until(lambda: time.monotonic() > engine._looking.on_until, "the time to look on is over")
                 raise StoreUnavailable("no connection was free for long")
             return claim(*args, **options)
 
@@ -234,7 +236,7 @@ def test_what_somebody_held_while_it_was_looked_for_is_found_afterwards(connecti
             other.execute(sa.select(task.c.id).where(task.c.state == "pending").with_for_update())
             taken[0].ack()
             engine = connection.connection.engine
-            wait_until(lambda: not engine._pending and engine._found_nothing, "it has looked, and got nothing")
+            wait_until(lambda: not engine._pending and engine._looking.found_nothing, "it has looked, and got nothing")
             other.exec_driver_sql("ROLLBACK")
         drain(connection, taken, 2)
 
@@ -248,7 +250,7 @@ def test_who_finds_what_nobody_told_of_does_not_count_on_being_told(store, monke
     connection = next(made)()
     with consuming(connection, "q", prefetch=prefetch) as taken:
         engine = connection.connection.engine
-        wait_until(lambda: engine._untold, "it sleeps until it is told")
+        wait_until(lambda: engine._looking.untold, "it sleeps until it is told")
         monkeypatch.setattr("kombu_taskgate.core.listener._Watch.longest_pause", NEVER)
         silent.enqueue(NewTask("q", message("untold")))
         drain(connection, taken, 1)
