@@ -201,7 +201,12 @@ def forget(app: Any, hostname: str) -> None:
 
     The transport gives back what nobody has any more, and it can't see that as long as it is kept here.
     """
-    _waiting.difference_update(waiting(app, hostname))
+    dropped = waiting(app, hostname)
+    _waiting.difference_update(dropped)
+    for one in dropped:
+        # Celery before 5.7 means to drop it here too, but looks for it under a wrong key.
+        if state.requests.get(one.id) is one:
+            del state.requests[one.id]
 
 
 @cache

@@ -16,6 +16,7 @@ from kombu_taskgate.transport.url import masked
 
 from . import request
 from .names import warn_of_namesake
+from .running import RunningJobs
 from .shutdown import ShutdownWatch
 
 logger = logging.getLogger("celery_ext.worker")
@@ -42,6 +43,7 @@ class WorkerStep(bootsteps.StartStopStep):
         self._watch: ShutdownWatch | None = None
         self._told = False
         self._upkeep: Any = None
+        self._running = RunningJobs(c.pool)
 
     def include_if(self, c: Any) -> bool:
         """Only where the broker is taskgate; the app's other workers may have another."""
@@ -60,6 +62,7 @@ class WorkerStep(bootsteps.StartStopStep):
         if not self._told:
             self._told = True
             _tell_of_early_acks(c.app)
+        c.task_consumer.channel.events["abandoned"].add(self._running.keep)
         if c.app.conf.get("worker_disable_prefetch"):
             logger.info("worker_disable_prefetch: taskgate claims no more than the pool can run (whatever Celery says)")
             c.task_consumer.channel.limit_claims(lambda: pool_room(c))
@@ -78,6 +81,7 @@ class WorkerStep(bootsteps.StartStopStep):
         if self._upkeep is not None:
             self._upkeep.cancel()
         self._upkeep = hub.call_repeatedly(UPKEEP, c.pool.maintain_pool)
+        hub.call_soon(self._running.release)
 
     def info(self, c: Any) -> dict[str, Any]:
         """What ``inspect stats`` shows of the broker. Celery's own shows the query of the URL as it is."""
@@ -96,6 +100,7 @@ class WorkerStep(bootsteps.StartStopStep):
     def stop(self, c: Any) -> None:
         """The consumer stops, for good or to connect again."""
         self._stop_watch()
+        self._running.put_back()
         request.forget(c.app, c.hostname)
 
     terminate = stop

@@ -52,7 +52,8 @@ class Channel(StdChannel):
         self.connection: Connection | None = connection
         self.closed = False
         self.no_ack_consumers: set[str] = set()  # type: ignore[assignment]  # kombu says: None
-        #: Callbacks by name; ``basic_return`` tells of messages that no queue wanted.
+        #: Callbacks by name; ``basic_return`` tells of messages that no queue wanted, ``abandoned`` that the connection
+        #: is being given up while what came over it is still worked on.
         self.events: defaultdict[str, set[Callable[..., Any]]] = defaultdict(set)
         self._window = Window(self._receive)
         self._engine: DeliveryEngine | None = None

@@ -246,6 +246,8 @@ class Connection:
             return
         self._closed = True
         for channel in list(self.channels):
+            for callback in channel.events["abandoned"]:
+                callback()
             channel.abandoned()
         self.channels.clear()
         if self._engine is None:
