@@ -645,8 +645,19 @@ class DeliveryEngine:
                 # A look that failed has not found that there is nothing.
                 self._plan_next_look(requests, began=began, woken=failed or wakes != self._wakes)
         if self._retired is None and time.monotonic() >= self._upkeep_at:
-            self._upkeep_at = time.monotonic() + self._upkeep()
+            self._keep_up()
         return asked or bool(requests)
+
+    def _keep_up(self) -> None:
+        with self._lock:
+            self._upkeep_at = math.inf
+        pause = 0.0
+        try:
+            pause = self._upkeep()
+        finally:
+            with self._lock:
+                # At once, if it failed or something has changed meanwhile.
+                self._upkeep_at = min(self._upkeep_at, time.monotonic() + pause)
 
     def _plan_next_look(self, requests: Sequence[Request], *, began: float, woken: bool) -> None:
         now = time.monotonic()

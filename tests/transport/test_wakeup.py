@@ -326,3 +326,23 @@ def test_what_a_claim_could_not_get_to_is_no_reason_to_sleep(connection, elsewhe
             [NewTask("q", b"x", expires_at=1) for _ in range(20_000)] + [NewTask("q", message("live"))]
         )
         drain(connection, taken, 1)
+
+
+def test_a_consumer_that_begins_while_others_are_being_noted_is_noted_too(connect_memory):
+    connection = connect_memory()
+    channel = connection.channel()
+    with consuming(connection, "q", channel=channel):
+        engine, topology = connection.connection.engine, connection.connection.broker.topology
+        wait_until(lambda: topology.consumers("q") == 1, "it is noted")
+        real = engine._upkeep
+
+        def begin_another() -> float:
+            pause = real()
+            engine._upkeep = real
+            channel.basic_consume("late", no_ack=True)
+            return pause
+
+        engine._upkeep = begin_another
+        channel.basic_consume("other", no_ack=True)
+        wait_until(lambda: topology.consumers("late") == 1, "the late one is noted")
+        assert topology.consumers("other") == 1
