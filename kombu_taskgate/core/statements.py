@@ -6,6 +6,7 @@ clock replaces the server's time; see :meth:`Statements.time`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -32,6 +33,11 @@ def _first(query: sa.Select[Any], name: str) -> sa.Subquery:
     return query.limit(1).subquery(name)
 
 
+def _place(number: int) -> sa.Select[Any]:
+    """Answer the place of a queue in the list of those that are asked for."""
+    return sa.select(sa.literal_column(str(number), sa.Integer).label("place"))
+
+
 def _lane(number: int) -> sa.ColumnElement[int]:
     # Literal, not bound: partial indexes are only used when the planner sees the value.
     return sa.literal_column(str(number), sa.SmallInteger)
@@ -51,6 +57,7 @@ class Statements:
         self.dialect = dialect
         self._clock = clock
         self._t = tables.tasks.c
+        self._by_number: dict[tuple[str, int], Statement] = {}
 
     def time(self, **parameters: Any) -> dict[str, Any]:
         """The parameters, with the test clock's time where there is one."""
@@ -166,10 +173,20 @@ class Statements:
 
     def ready_queues(self, number: int) -> Statement:
         """Which of ``number`` queues (p_q0, p_q1, …) have something to claim."""
-        return sa.union_all(*self._ready_places(number))
+        return self._made_once("ready_queues", number, lambda: sa.union_all(*self._ready_places(number)))
+
+    def _made_once(self, name: str, number: int, make: Callable[[], Statement]) -> Statement:
+        """A statement for so many queues: every claim from several, and every look, asks for the same again."""
+        made = self._by_number.get((name, number))
+        if made is None:
+            made = self._by_number[name, number] = make()
+        return made
 
     def anything(self, number: int) -> Statement:
         """As ready_queues; besides, at place -1, in how many ms the first delayed row is due. Locks nothing."""
+        return self._made_once("anything", number, lambda: self._anything(number))
+
+    def _anything(self, number: int) -> Statement:
         t = self._t
         parts = [
             part.add_columns(sa.literal_column("0", sa.BigInteger).label("wait")) for part in self._ready_places(number)
@@ -185,14 +202,14 @@ class Statements:
         return self.dialect.notification(channel, sa.bindparam("p_text", type_=sa.String))
 
     def _ready_places(self, number: int) -> list[sa.Select[Any]]:
-        t = self._t
-        parts = []
-        for place in range(number):
-            name = sa.bindparam(f"p_q{place}", type_=sa.String)
-            ready = sa.select(t.id).where(self._in_lane(LANE_READY), t.queue == name)
-            first = _first(ready.order_by(t.rank_, t.run_at, t.id), f"q{place}")
-            parts.append(sa.select(sa.literal_column(str(place), sa.Integer).label("place")).select_from(first))
-        return parts
+        heads = [self._head(place, self._t.id) for place in range(number)]
+        return [_place(place).select_from(head) for place, head in enumerate(heads)]
+
+    def _head(self, place: int, column: sa.ColumnElement[Any]) -> sa.Subquery:
+        """A column of the first ready row of the queue p_q<place>."""
+        t, name = self._t, sa.bindparam(f"p_q{place}", type_=sa.String)
+        ready = sa.select(column).where(self._in_lane(LANE_READY), t.queue == name)
+        return _first(ready.order_by(t.rank_, t.run_at, t.id), f"q{place}")
 
     @property
     def _claimed(self) -> list[sa.ColumnElement[Any]]:
@@ -271,15 +288,10 @@ class Statements:
 
     def expired_heads(self, number: int) -> Statement:
         """Which of ``number`` queues (p_q0, p_q1, …) begin with a row that nobody wants any more; locks nothing."""
-        t = self._t
-        parts = []
-        for place in range(number):
-            name = sa.bindparam(f"p_q{place}", type_=sa.String)
-            ready = sa.select(t.expires_at).where(self._in_lane(LANE_READY), t.queue == name)
-            head = _first(ready.order_by(t.rank_, t.run_at, t.id), f"q{place}")
-            found = sa.select(sa.literal_column(str(place), sa.Integer).label("place")).select_from(head)
-            parts.append(found.where(head.c.expires_at <= self.now))
-        return sa.union_all(*parts)
+        heads = [self._head(place, self._t.expires_at) for place in range(number)]
+        return sa.union_all(
+            *(_place(place).select_from(head).where(head.c.expires_at <= self.now) for place, head in enumerate(heads))
+        )
 
     # -- settling -----------------------------------------------------------------------------------
 
