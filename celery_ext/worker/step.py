@@ -147,11 +147,12 @@ def _keeps_from_beginning(pool: Any) -> type[BaseException] | None:
 def pool_room(c: Any) -> int:
     """How many more tasks the pool could run now: what it may grow to, less what Celery has reserved.
 
-    Tasks that run count as reserved, also those that were acknowledged when they began.
+    Tasks that run count as reserved, also those that were acknowledged when they began. Only Celery before 5.7 takes
+    those that run while it connects again out of the reserved ones.
     """
     scaler = getattr(c.controller, "autoscaler", None)
     size = c.pool.num_processes if scaler is None else scaler.max_concurrency
-    return int(size) - len(state.reserved_requests)
+    return int(size) - max(len(state.reserved_requests), len(state.active_requests))
 
 
 def rate_limited(c: Any) -> int:
