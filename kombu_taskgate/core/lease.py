@@ -229,7 +229,7 @@ class LeaseKeeper:
         self._return_strange(kept, found.held)
 
     def _soon(self, kept: _Kept) -> None:
-        """Try again soon: there are two thirds of the lease time left for it."""
+        """Try again soon: half of the lease time, or more, is left for it."""
         kept.next = time.monotonic() + min(1.0, kept.session.ttl / 10)
 
     def _belongs(self, lease: Lease, kept: _Kept) -> bool:

@@ -146,10 +146,8 @@ class Listener:
 
     def doubt(self) -> None:
         """Have the connection tested soon."""
-        if self.live and time.monotonic() - self._tested_at >= DOUBT_EVERY:
-            self._doubted = True
-            if self._stir is not None:
-                self._stir.set()
+        if time.monotonic() - self._tested_at >= DOUBT_EVERY:
+            self.suspect()
 
     # -- the thread ----------------------------------------------------------------------------------
 
