@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
+from .chords import Chords
 from .model import (
     Claim,
     FailKind,
@@ -28,6 +29,7 @@ from .model import (
     StateChange,
     Task,
 )
+from .results import Results
 from .revocations import Revocations
 from .topology import Topology
 from .watch import Wake, Watch
@@ -45,6 +47,14 @@ class Broker(Protocol):
     @property
     def revocations(self) -> Revocations:
         """What is revoked, in all processes."""
+
+    @property
+    def results(self) -> Results:
+        """Results of tasks."""
+
+    @property
+    def chords(self) -> Chords:
+        """Headers of tasks that wait for each other."""
 
     # -- publishing ---------------------------------------------------------------------------------
 

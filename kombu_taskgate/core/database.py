@@ -56,7 +56,7 @@ class InjectedDisconnect(Exception):
     """Raised by a test's fault hook: treated as a connection that was cut."""
 
 
-class _Use(Enum):
+class Use(Enum):
     """What a connection is for; each use has a pool of its own."""
 
     WORK = "work"
@@ -64,6 +64,8 @@ class _Use(Enum):
     RENEWAL = "renewal"
     #: Listening, or asking whether anything has changed: what only makes sense on one and the same connection.
     ASIDE = "aside"
+    #: Listening for results, which a process does that waits for some.
+    RESULTS = "results"
     #: Creating and changing tables, which may take long.
     SCHEMA = "schema"
 
@@ -102,7 +104,7 @@ class Database:
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._engines: dict[_Use, sa.Engine] = {}
+        self._engines: dict[Use, sa.Engine] = {}
 
     def before_fork(self) -> None:
         """Close all connections where a process that has some must not fork."""
@@ -122,9 +124,9 @@ class Database:
     @property
     def engine(self) -> sa.Engine:
         """The engine of ordinary work: at most ``pool_size`` connections."""
-        return self._engine(_Use.WORK)
+        return self._engine(Use.WORK)
 
-    def _engine(self, use: _Use) -> sa.Engine:
+    def _engine(self, use: Use) -> sa.Engine:
         engine = self._engines.get(use)
         if engine is None:
             with self._lock:
@@ -133,13 +135,13 @@ class Database:
                     engine = self._engines[use] = self._create(use)
         return engine
 
-    def _limit(self, use: _Use) -> float:
+    def _limit(self, use: Use) -> float:
         """Longest wait for one answer, in seconds."""
-        limits = {_Use.RENEWAL: self.settings.renewal_timeout, _Use.SCHEMA: SCHEMA_TIMEOUT}
+        limits = {Use.RENEWAL: self.settings.renewal_timeout, Use.SCHEMA: SCHEMA_TIMEOUT}
         return limits.get(use, self.settings.answer_timeout)
 
-    def _create(self, use: _Use) -> sa.Engine:
-        size = self.settings.pool_size if use is _Use.WORK else 1
+    def _create(self, use: Use) -> sa.Engine:
+        size = self.settings.pool_size if use is Use.WORK else 1
         options = self.dialect.engine_options(self.url, self.settings, self._limit(use))
         if "skip_autocommit_rollback" in inspect.signature(DefaultDialect.__init__).parameters:  # SQLAlchemy 2.0.43
             options["skip_autocommit_rollback"] = True
@@ -182,25 +184,29 @@ class Database:
 
     def read(self, work: Callable[[sa.Connection], T]) -> T:
         """Run one reading statement (or several that need not agree) outside a transaction."""
-        return self._repeat(lambda: self._once(work, begin=None, use=_Use.WORK), None)
+        return self._repeat(lambda: self._once(work, begin=None, use=Use.WORK), None)
+
+    def write(self, work: Callable[[sa.Connection], T]) -> T:
+        """Run one writing statement that is its own transaction, and that may be repeated: one round trip."""
+        return self._repeat(lambda: self._once(work, begin=None, use=Use.WORK), None)
 
     def renew(self, work: Callable[[sa.Connection], T]) -> T:
         """Run statements, each a transaction of its own that may be repeated, on the connection kept for renewals."""
-        return self._repeat(lambda: self._once(work, begin=None, use=_Use.RENEWAL), None)
+        return self._repeat(lambda: self._once(work, begin=None, use=Use.RENEWAL), None)
 
     def change_mark(self) -> object | None:
         """See :meth:`.dialects.base.Dialect.change_mark`; always asked on the same connection."""
-        return self._repeat(lambda: self._once(self.dialect.change_mark, begin=None, use=_Use.ASIDE), None)
+        return self._repeat(lambda: self._once(self.dialect.change_mark, begin=None, use=Use.ASIDE), None)
 
     @contextmanager
-    def aside(self) -> Iterator[sa.Connection]:
+    def aside(self, use: Use = Use.ASIDE) -> Iterator[sa.Connection]:
         """A connection for the block alone, which may leave it in any condition; it is closed at the end.
 
         Raises:
             StoreUnavailable, ConfigError: there is none to be had.
         """
-        with self.translated(), self._limited(_Use.ASIDE):
-            conn = self._engine(_Use.ASIDE).connect()
+        with self.translated(), self._limited(use):
+            conn = self._engine(use).connect()
         try:
             yield conn
         finally:
@@ -210,11 +216,11 @@ class Database:
     @contextmanager
     def answered(self, conn: sa.Connection) -> Iterator[None]:
         """Let the block ask on a connection of :meth:`aside`; a question that gets no answer in time breaks it."""
-        with self._limited(_Use.ASIDE) as call:
+        with self._limited(Use.ASIDE) as call:
             call.on(conn.connection.dbapi_connection)
             yield
 
-    def _limited(self, use: _Use) -> AbstractContextManager[Waiting]:
+    def _limited(self, use: Use) -> AbstractContextManager[Waiting]:
         return nullcontext(Waiting(0.0)) if self._patience is None else self._patience.limit(self._limit(use))
 
     def transaction(
@@ -238,7 +244,7 @@ class Database:
             StoreUnavailable: the database can't be reached or refuses; says when the outcome is unknown.
             ConfigError: it will never do this (rights, read-only file, wrong password, missing table).
         """
-        use = _Use.SCHEMA if schema else _Use.RENEWAL if reserved else _Use.WORK
+        use = Use.SCHEMA if schema else Use.RENEWAL if reserved else Use.WORK
         try:
             return self._repeat(lambda: self._once(work, begin=self._begin, use=use), confirm)
         finally:
@@ -291,7 +297,7 @@ class Database:
         for left in reversed(range(8)):
             last = not left or time.monotonic() >= deadline
             try:
-                answer = self._once(lambda conn: confirm(conn, unknown.result), begin=None, use=_Use.WORK)
+                answer = self._once(lambda conn: confirm(conn, unknown.result), begin=None, use=Use.WORK)
                 if answer is not None or last:
                     return answer
                 time.sleep(pause)
@@ -305,13 +311,13 @@ class Database:
             pause = min(1.0, pause * 2)
         raise AssertionError("unreachable")
 
-    def _once(self, work: Callable[[sa.Connection], T], *, begin: str | None, use: _Use) -> T:
+    def _once(self, work: Callable[[sa.Connection], T], *, begin: str | None, use: Use) -> T:
         if self._gate is None:
             return self._attempt(work, begin=begin, use=use)
         with self._gate.inside():
             return self._attempt(work, begin=begin, use=use)
 
-    def _attempt(self, work: Callable[[sa.Connection], T], *, begin: str | None, use: _Use) -> T:
+    def _attempt(self, work: Callable[[sa.Connection], T], *, begin: str | None, use: Use) -> T:
         result: T
         with self._limited(use) as call, self._engine(use).connect() as conn:
             call.on(conn.connection.dbapi_connection)

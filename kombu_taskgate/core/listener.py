@@ -19,9 +19,9 @@ from collections.abc import Callable
 
 import sqlalchemy as sa
 
-from .database import Database
+from .database import Database, Use
 from .errors import StoreUnavailable, TaskgateError
-from .notifier import BINDINGS, TEST, WORK, queues_of
+from .notifier import BINDINGS, RESULTS, TEST, WORK, names_in
 from .ready import Ready
 from .watch import Wake
 
@@ -69,16 +69,26 @@ class Listener:
         channel: what to listen to.
         send: sends a text to the channel over another connection.
         bindings_changed: called when somebody's bindings have, or may have while nobody listened.
+        kind: what those who watch are told of: names of queues that have work, or task ids that have a result.
     """
 
     def __init__(
-        self, database: Database, channel: str, send: Callable[[str], None], bindings_changed: Callable[[], None]
+        self,
+        database: Database,
+        channel: str,
+        send: Callable[[str], None],
+        bindings_changed: Callable[[], None],
+        kind: str = WORK,
     ) -> None:
         self.settings = database.settings
         self._database = database
         self._channel = channel
         self._send = send
         self._bindings_changed = bindings_changed
+        self._kind = kind
+        self._use = Use.RESULTS if kind == RESULTS else Use.ASIDE
+        #: For messages.
+        self._what = "results" if kind == RESULTS else "work"
         self._reset()
         _listeners.add(self)
 
@@ -162,13 +172,13 @@ class Listener:
         while not stop.is_set():
             began = time.monotonic()
             try:
-                with self._database.translated(), self._database.aside() as conn:
+                with self._database.translated(), self._database.aside(self._use) as conn:
                     usable = self._listen(conn, stop, stir)
             except TaskgateError as error:
                 self._broke(error)
             except Exception:
                 # Its watchers would poll for ever, and nobody would know why.
-                logger.exception("listening for new work failed")
+                logger.exception("listening for new %s failed", self._what)
                 self._broke(None)
             else:
                 if not usable:
@@ -208,7 +218,7 @@ class Listener:
                 if self._doubted and not stop.is_set():
                     self._doubted = False
                     if not self._arrives(hear, stop) and not stop.is_set():
-                        raise StoreUnavailable("the connection that listens for new work has gone deaf")
+                        raise StoreUnavailable(f"the connection that listens for new {self._what} has gone deaf")
         return True
 
     def _arrives(self, hear: Callable[[float | None], list[str]], stop: threading.Event) -> bool:
@@ -232,8 +242,8 @@ class Listener:
         for text in texts:
             if text.startswith(BINDINGS):
                 self._bindings_changed()
-            elif text.startswith(WORK):
-                named = queues_of(text)
+            elif text.startswith(self._kind):
+                named = names_in(text)
                 anything = anything or named is None
                 queues.update(named or ())
         if anything or queues:
@@ -253,7 +263,7 @@ class Listener:
             self.live = not stop.is_set()
         if self._failing:
             self._failing = False
-            logger.info("listening for new work again")
+            logger.info("listening for new %s again", self._what)
         # What came while nobody listened was told to nobody.
         self._bindings_changed()
         self._tell_all(None)
@@ -263,7 +273,7 @@ class Listener:
         if not self._failing:
             self._failing = True
             if error is not None:
-                logger.info("can't listen for new work now, looking for it more often meanwhile: %s", error)
+                logger.info("can't listen for new %s now, looking more often meanwhile: %s", self._what, error)
         self._tell_all(None)
 
     def _unusable(self) -> None:
@@ -271,8 +281,9 @@ class Listener:
             self._failing = True
             logger.warning(
                 "%s does not deliver notifications on this connection (a proxy that pools transactions between?): "
-                "looking for new work every %g s instead; listen=False says so from the start",
+                "looking for new %s every %g s instead; listen=False says so from the start",
                 self._database.shown,
+                self._what,
                 self.settings.poll_max,
             )
 

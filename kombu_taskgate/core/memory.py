@@ -33,6 +33,8 @@ from .errors import (
     TaskExists,
     TaskNotFound,
 )
+from .memory_chords import ChordRow, MemoryChords
+from .memory_results import MemoryResults
 from .memory_revocations import MemoryRevocations
 from .memory_topology import MemoryTopology
 from .model import (
@@ -53,10 +55,12 @@ from .model import (
     StateChange,
     Task,
 )
+from .results import Result
 from .revocations import Revocation
 from .settings import BrokerSettings, check_name
 from .topology import Binding, Exchange, Queue
 from .watch import Polling, Wake, Watch
+from .watchers import Watchers
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +87,8 @@ class _Row(Task):
     """A task and what nobody outside may see of it."""
 
     token: int = NO_TOKEN
+    #: Token of the newest claim, also when its lease is over.
+    newest_token: int = NO_TOKEN
     session: int | None = None
 
 
@@ -115,6 +121,11 @@ class MemoryStore:
         self.consumers: dict[tuple[str, int], int] = {}
         #: Revocation -> until when it is kept (ms).
         self.revocations: dict[Revocation, int] = {}
+        #: Task id -> result; group id -> what it consists of and when that expires (ms).
+        self.results: dict[str, Result] = {}
+        self.groups: dict[str, tuple[bytes, int | None]] = {}
+        self.chords: dict[str, ChordRow] = {}
+        self.watchers = Watchers()
         _stores.add(self)
 
     def end_consumers(self, session: int, instant: int) -> None:
@@ -163,6 +174,8 @@ class MemoryBroker:
         self._turn = 0
         self.topology = MemoryTopology(self._store, self._clock)
         self.revocations = MemoryRevocations(self._store, self._clock)
+        self.results = MemoryResults(self._store, self._clock, settings)
+        self.chords = MemoryChords(self._store, self._clock, settings, self.enqueue_many)
 
     # -- publishing ---------------------------------------------------------------------------------
 
@@ -345,7 +358,7 @@ class MemoryBroker:
 
     def _lease(self, row: _Row, now: int, owner: str, session: Session | None) -> None:
         self._store.last_token += 1
-        row.token = self._store.last_token
+        row.token = row.newest_token = self._store.last_token
         row.owner = owner
         row.session = None if session is None else session.id
         row.lease_until = now + self._ttl(row)

@@ -35,8 +35,13 @@ def _revocations(conn: sa.Connection, tables: Tables) -> None:
     tables.revocations.create(conn, checkfirst=True)
 
 
+def _results(conn: sa.Connection, tables: Tables) -> None:
+    for table in (tables.results, tables.groups, tables.chords, tables.chord_parts):
+        table.create(conn, checkfirst=True)
+
+
 #: Step n brings version n-1 to version n.
-STEPS: tuple[Step, ...] = (_tasks_and_leases, _topology, _consumers, _revocations)
+STEPS: tuple[Step, ...] = (_tasks_and_leases, _topology, _consumers, _revocations, _results)
 SCHEMA_VERSION = len(STEPS)
 
 

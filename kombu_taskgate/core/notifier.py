@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from .watch import ANNOUNCE_EVERY, LOOK_ON
 
 #: PostgreSQL takes payloads of less than 8000 bytes.
 LONGEST = 7900
 _MOST = 1000
+#: Results that a process announces by their task_id, per second and at once.
+MOST_NAMED = 50
+#: Task ids in one announcement, so many that the longest fit.
+NAMED_AT_ONCE = 25
 
 #: What a notification says, by its first character: queues have work, bindings have changed, somebody tests.
-WORK, BINDINGS, TEST = "q", "b", "?"
+WORK, BINDINGS, RESULTS, TEST = "q", "b", "r", "?"
 
 
 class Notifier:
@@ -50,15 +54,54 @@ class Notifier:
         self._sent.update(dict.fromkeys(queues, now))
 
 
-def work_in(queues: Collection[str]) -> str:
-    """The text that announces queues; too many of them to name: any queue."""
-    text = WORK + json.dumps(sorted(queues))
-    return text if len(text) <= LONGEST else WORK
+class ResultNotifier:
+    """Whether a result is announced by name, as one of many, or not at all. Safe to use from any thread.
+
+    A lone result is announced with its task_id, so that only those who wait for it look. A process that stores very
+    many announces, every :data:`.watch.ANNOUNCE_EVERY` seconds, that there are some; whoever hears that, or has just
+    begun to wait, goes on looking for :data:`.watch.LOOK_ON` seconds.
+    """
+
+    def __init__(self) -> None:
+        self._left = float(MOST_NAMED)
+        self._at = time.monotonic()
+        self._flood_at = 0.0
+
+    def text(self, task_id: str) -> str | None:
+        """What to say of a result that is stored now; ``None``: nothing."""
+        now = time.monotonic()
+        # Two threads that do this at once may name one more or one less: no harm.
+        self._left = min(float(MOST_NAMED), self._left + (now - self._at) * MOST_NAMED)
+        self._at = now
+        if self._left >= 1.0:
+            self._left -= 1.0
+            return text_of(RESULTS, [task_id])
+        if now - self._flood_at >= ANNOUNCE_EVERY:
+            self._flood_at = now
+            return RESULTS
+        return None
 
 
-def queues_of(text: str) -> list[str] | None:
-    """What :func:`work_in` said; ``None``: any queue."""
+def text_of(kind: str, names: Collection[str]) -> str:
+    """The text that announces queues or task ids; too many of them to name: any."""
+    text = kind + json.dumps(sorted(names))
+    return text if len(text) <= LONGEST else kind
+
+
+def names_in(text: str) -> list[str] | None:
+    """What :func:`text_of` said; ``None``: any."""
     try:
-        return [str(queue) for queue in json.loads(text[1:])]
+        return [str(name) for name in json.loads(text[1:])]
     except ValueError:
         return None
+
+
+def work_in(queues: Collection[str]) -> str:
+    """The text that announces queues."""
+    return text_of(WORK, queues)
+
+
+def listed(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Names in parts that :func:`text_of` can name."""
+    for start in range(0, len(names), NAMED_AT_ONCE):
+        yield names[start : start + NAMED_AT_ONCE]

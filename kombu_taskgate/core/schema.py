@@ -54,6 +54,10 @@ class Tables:
         self.bindings = self._bindings()
         self.consumers = self._consumers()
         self.revocations = self._revocations()
+        self.results = self._results()
+        self.groups = self._groups()
+        self.chords = self._chords()
+        self.chord_parts = self._chord_parts()
 
     def _table(self, name: str, *parts: sa.Column[Any] | sa.Index, **options: Any) -> sa.Table:
         return sa.Table(self.prefix + name, self.metadata, *parts, **self._options, **options)
@@ -203,4 +207,76 @@ class Tables:
             _name("header", primary_key=True),
             sa.Column("until_", sa.BigInteger, nullable=False),
             self._index("revocations_until", "until_"),
+        )
+
+    def _results(self) -> sa.Table:
+        return self._table(
+            "results",
+            _name("task_id", primary_key=True),
+            sa.Column("status", sa.String(64), nullable=False),
+            # See results.Finality.
+            sa.Column("finality", sa.SmallInteger, nullable=False),
+            _name("type", nullable=False, server_default=""),
+            # Grows with each write, so that whoever waits sees that there is something new.
+            _count("version", 1),
+            # The lease under which it was stored; 0: under none.
+            sa.Column("execution", sa.BigInteger, nullable=False, server_default="0"),
+            sa.Column("token", sa.BigInteger, nullable=False, server_default="0"),
+            # What became of the newest write, for databases whose upsert has no condition of its own.
+            sa.Column("outcome", sa.SmallInteger, nullable=False, server_default="0"),
+            sa.Column("stored_at", sa.BigInteger, nullable=False),
+            sa.Column("expires_at", sa.BigInteger),
+            sa.Column("content_type", sa.String(MAX_NAME), nullable=False, server_default=""),
+            sa.Column("content_encoding", sa.String(MAX_NAME), nullable=False, server_default=""),
+            sa.Column("payload", self._dialect.blob_type, nullable=False),
+            self._index("results_expires", "expires_at", where="expires_at IS NOT NULL"),
+        )
+
+    def _groups(self) -> sa.Table:
+        return self._table(
+            "groups",
+            _name("group_id", primary_key=True),
+            sa.Column("stored_at", sa.BigInteger, nullable=False),
+            sa.Column("expires_at", sa.BigInteger),
+            sa.Column("payload", self._dialect.blob_type, nullable=False),
+            self._index("groups_expires", "expires_at", where="expires_at IS NOT NULL"),
+        )
+
+    def _chords(self) -> sa.Table:
+        return self._table(
+            "chords",
+            _name("group_id", primary_key=True),
+            sa.Column("state", sa.String(10), nullable=False),
+            # How many parts it needs; NULL until whoever publishes the header knows.
+            sa.Column("size", sa.Integer),
+            # The execution that published the header; 0: none, or not known.
+            sa.Column("applied_by", sa.BigInteger, nullable=False, server_default="0"),
+            # Parts of executions up to this one belong to a run that is over.
+            sa.Column("past", sa.BigInteger, nullable=False, server_default="0"),
+            # Who is ending it, and until when nobody else may.
+            sa.Column("claim_", sa.BigInteger),
+            sa.Column("claimed_until", sa.BigInteger),
+            sa.Column("touched_at", sa.BigInteger, nullable=False),
+            sa.Column("expires_at", sa.BigInteger),
+            sa.Column("header", self._dialect.blob_type),
+            sa.Column("body", self._dialect.blob_type),
+            self._index("chords_state", "state", "touched_at"),
+            self._index("chords_expires", "expires_at", where="expires_at IS NOT NULL"),
+        )
+
+    def _chord_parts(self) -> sa.Table:
+        return self._table(
+            "chord_parts",
+            _name("group_id", primary_key=True),
+            _name("task_id", primary_key=True),
+            # Place in the header; two entries may share a task id, or a place. -1: none.
+            sa.Column("place", sa.Integer, primary_key=True, autoincrement=False),
+            # Empty: a task that was added to the header and has not ended.
+            sa.Column("status", sa.String(64), nullable=False),
+            # 1: it was added to the header, beyond its size.
+            sa.Column("added", sa.SmallInteger, nullable=False, server_default="0"),
+            sa.Column("execution", sa.BigInteger, nullable=False, server_default="0"),
+            sa.Column("stored_at", sa.BigInteger, nullable=False),
+            sa.Column("payload", self._dialect.blob_type, nullable=False),
+            self._index("chord_parts_stored", "stored_at"),
         )

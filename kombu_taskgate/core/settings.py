@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .errors import ConfigError
+from .errors import ConfigError, PayloadTooLarge
 from .model import MAX_NAME
 
 #: A hundred years in seconds: longer than anything that is kept or waited for.
@@ -142,3 +142,12 @@ def check_name(name: str, what: str) -> str:
 def storable(text: str) -> str:
     """The text without what some database can't store: for details and owners, which must not fail a call."""
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()
+
+
+def check_payload(payload: bytes, what: str, max_payload: int) -> None:
+    """Raise PayloadTooLarge for what is too long to store."""
+    if len(payload) > max_payload:
+        raise PayloadTooLarge(
+            f"{what} has {len(payload)} bytes: at most {max_payload} bytes are stored; "
+            "pass a reference to the data instead, or raise max_payload (and the server's own limit)"
+        )

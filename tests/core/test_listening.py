@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from kombu_taskgate.core import listener as listener_module
 from kombu_taskgate.core import notifier as notifier_module
 from kombu_taskgate.core.model import FailKind, NewTask
-from kombu_taskgate.core.notifier import LONGEST, Notifier, queues_of, work_in
+from kombu_taskgate.core.notifier import LONGEST, Notifier, names_in, work_in
 from kombu_taskgate.core.sql import SqlBroker
 from kombu_taskgate.core.topology import Binding, Exchange, Queue
 from kombu_taskgate.core.watch import LOOK_ON
@@ -297,13 +297,13 @@ def test_recent_bindings_are_not_read_again(hearer, teller):
 
 def test_texts_say_what_they_were_made_of():
     for queues in (["a"], ["b", "a"], ["🐘\n'\"", "x" * 255]):
-        assert queues_of(work_in(queues)) == sorted(queues)
+        assert names_in(work_in(queues)) == sorted(queues)
 
 
 def test_too_many_queues_to_name_are_any():
     text = work_in([f"{number:0200}" for number in range(100)])
     assert len(text) <= LONGEST
-    assert queues_of(text) is None
+    assert names_in(text) is None
 
 
 def test_queues_are_due_once(monkeypatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, ClassVar
@@ -126,6 +126,50 @@ class Dialect:
     def insert_or_ignore(self, table: sa.Table) -> sa.Insert:
         """An INSERT that does nothing when the primary key exists."""
         raise NotImplementedError
+
+    def insert(self, table: sa.Table) -> Any:
+        """An INSERT that :meth:`upsert` and :meth:`ignore_known` can extend."""
+        raise NotImplementedError
+
+    def inserted(self, insert: Any, column: sa.Column[Any]) -> sa.ColumnElement[Any]:
+        """Within an upsert: what would have been inserted into the column."""
+        raise NotImplementedError
+
+    def upsert(
+        self,
+        insert: Any,
+        *,
+        keys: Sequence[sa.Column[Any]],
+        values: Mapping[str, Any],
+        where: sa.ColumnElement[bool] | None = None,
+        outcome: sa.Column[Any] | None = None,
+    ) -> sa.Insert:
+        """Let an INSERT change the row that is there.
+
+        Args:
+            insert: from :meth:`insert`.
+            keys: what is unique.
+            values: by column, what it becomes.
+            where: only if this is true of the row that is there.
+            outcome: a small number of the table that may be used to find that out.
+        """
+        raise NotImplementedError
+
+    def ignore_known(self, insert: Any, keys: Sequence[sa.Column[Any]]) -> sa.Insert:
+        """Let an INSERT do nothing where the row is there."""
+        raise NotImplementedError
+
+    def took_effect(self, result: sa.CursorResult[Any]) -> bool:
+        """Whether an upsert with a condition has stored something."""
+        return result.rowcount > 0
+
+    def telling(self, channel: sa.ColumnElement[str], text: sa.ColumnElement[str]) -> sa.ColumnElement[Any]:
+        """An expression that sends a text to those who listen to the channel, when the transaction commits."""
+        raise NotImplementedError
+
+    def notify_now(self, channel: sa.ColumnElement[str], text: sa.ColumnElement[str]) -> sa.Select[Any]:
+        """As :meth:`notification`, in a transaction of its own that nothing has to survive."""
+        return self.notification(channel, text)
 
     def change_mark(self, conn: sa.Connection) -> object | None:
         """What differs from the last answer on this connection once others have committed something.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +33,8 @@ _GONE = _LOST | {
     2002, 2003, 1040, 1203, 1226, 1053, 1290, 1792, 1836, 1021, 1028, 1030, 1114, 1041, 1317, 1969, 3024, 1047,
     1158, 1159, 1160, 1161, 0,
 }  # fmt: skip
+#: What an upsert with a condition has done with the row that is there.
+_REPLACED, _REFUSED = 2, 3
 
 
 class MySQL(Dialect):
@@ -100,6 +102,37 @@ class MySQL(Dialect):
         # Not INSERT IGNORE, which also turns other errors into warnings.
         key = next(iter(table.primary_key.columns))
         return insert(table).on_duplicate_key_update({key.name: key})
+
+    def insert(self, table: sa.Table) -> Any:
+        return insert(table)
+
+    def inserted(self, insert: Any, column: sa.Column[Any]) -> sa.ColumnElement[Any]:
+        # Not the alias that newer servers have: it can't be given to INSERT … SELECT.
+        return sa.func.VALUES(column)
+
+    def upsert(
+        self,
+        insert: Any,
+        *,
+        keys: Sequence[sa.Column[Any]],
+        values: Mapping[str, Any],
+        where: sa.ColumnElement[bool] | None = None,
+        outcome: sa.Column[Any] | None = None,
+    ) -> sa.Insert:
+        if where is None or outcome is None:
+            return insert.on_duplicate_key_update(list(values.items()))  # type: ignore[no-any-return]  # untyped above
+        # There is no WHERE. Assignments are made from left to right, so the first decides and the others look at it;
+        # what it has decided is also what the driver calls the id of the last row.
+        decided = sa.func.LAST_INSERT_ID(sa.case((where, _REPLACED), else_=_REFUSED))
+        table = outcome.table.c
+        changes = [(name, sa.case((outcome == _REPLACED, value), else_=table[name])) for name, value in values.items()]
+        return insert.on_duplicate_key_update([(outcome.name, decided), *changes])  # type: ignore[no-any-return]  # as above
+
+    def ignore_known(self, insert: Any, keys: Sequence[sa.Column[Any]]) -> sa.Insert:
+        return insert.on_duplicate_key_update({keys[0].name: keys[0]})  # type: ignore[no-any-return]  # as above
+
+    def took_effect(self, result: sa.CursorResult[Any]) -> bool:
+        return result.rowcount > 0 and result.lastrowid != _REFUSED
 
     @contextmanager
     def schema_lock(self, conn: sa.Connection, name: str) -> Iterator[None]:

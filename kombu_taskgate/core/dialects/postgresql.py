@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -112,8 +112,31 @@ class PostgreSQL(Dialect):
     def insert_or_ignore(self, table: sa.Table) -> sa.Insert:
         return insert(table).on_conflict_do_nothing()
 
+    def insert(self, table: sa.Table) -> Any:
+        return insert(table)
+
+    def inserted(self, insert: Any, column: sa.Column[Any]) -> sa.ColumnElement[Any]:
+        return insert.excluded[column.name]  # type: ignore[no-any-return]  # of the insert, which differs by dialect
+
+    def upsert(
+        self,
+        insert: Any,
+        *,
+        keys: Sequence[sa.Column[Any]],
+        values: Mapping[str, Any],
+        where: sa.ColumnElement[bool] | None = None,
+        outcome: sa.Column[Any] | None = None,
+    ) -> sa.Insert:
+        return insert.on_conflict_do_update(index_elements=keys, set_=values, where=where)  # type: ignore[no-any-return]  # as above
+
+    def ignore_known(self, insert: Any, keys: Sequence[sa.Column[Any]]) -> sa.Insert:
+        return insert.on_conflict_do_nothing()  # type: ignore[no-any-return]  # as above
+
     def notification(self, channel: sa.ColumnElement[str], text: sa.ColumnElement[str]) -> sa.Select[Any]:
-        return sa.select(sa.func.pg_notify(channel, text))
+        return sa.select(self.telling(channel, text))
+
+    def telling(self, channel: sa.ColumnElement[str], text: sa.ColumnElement[str]) -> sa.ColumnElement[Any]:
+        return sa.func.pg_notify(channel, text)
 
     def listen(self, conn: sa.Connection, channel: str) -> None:
         conn.exec_driver_sql(f"LISTEN {conn.dialect.identifier_preparer.quote(channel)}")

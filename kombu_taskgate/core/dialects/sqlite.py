@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -84,6 +84,26 @@ class SQLite(Dialect):
 
     def insert_or_ignore(self, table: sa.Table) -> sa.Insert:
         return insert(table).on_conflict_do_nothing()
+
+    def insert(self, table: sa.Table) -> Any:
+        return insert(table)
+
+    def inserted(self, insert: Any, column: sa.Column[Any]) -> sa.ColumnElement[Any]:
+        return insert.excluded[column.name]  # type: ignore[no-any-return]  # of the insert, which differs by dialect
+
+    def upsert(
+        self,
+        insert: Any,
+        *,
+        keys: Sequence[sa.Column[Any]],
+        values: Mapping[str, Any],
+        where: sa.ColumnElement[bool] | None = None,
+        outcome: sa.Column[Any] | None = None,
+    ) -> sa.Insert:
+        return insert.on_conflict_do_update(index_elements=keys, set_=values, where=where)  # type: ignore[no-any-return]  # as above
+
+    def ignore_known(self, insert: Any, keys: Sequence[sa.Column[Any]]) -> sa.Insert:
+        return insert.on_conflict_do_nothing()  # type: ignore[no-any-return]  # as above
 
     def change_mark(self, conn: sa.Connection) -> object | None:
         # Numbers of different connections mean nothing to each other, so the connection is part of the mark.

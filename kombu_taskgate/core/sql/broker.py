@@ -32,13 +32,16 @@ from ..model import (
     Task,
 )
 from ..notifier import BINDINGS, Notifier, work_in
+from ..result_statements import ResultStatements
 from ..schema import LANE_BLOCKED, LANE_DELAYED, LANE_READY, Tables
-from ..settings import BrokerSettings, check_name, storable
+from ..settings import BrokerSettings, check_name, check_payload, storable
 from ..statements import Statements
 from ..wakeup import Wakeup
 from ..watch import Polling, Wake, Watch
 from . import claim, control, leases, publish, queries, quota, settle
+from .chords import SqlChords
 from .looks import Looks, channel_name
+from .results import SqlResults
 from .revocations import SqlRevocations
 from .topology import SqlTopology
 from .work import Work, repeat
@@ -81,6 +84,13 @@ class SqlBroker:
         self.topology = SqlTopology(self.database, self.sql, self._bindings_changed, self._is_told)
         self.revocations = SqlRevocations(self.database, self.sql)
         ttls = {queue: to_ms(ttl) for queue, ttl in settings.queue_lease_ttl.items()}
+        results = ResultStatements(self.sql)
+        tells = dialect.notifies and settings.listen
+        channel = channel_name(self.tables)
+        self.results = SqlResults(
+            self.database, results, settings, self._max_payload, f"{channel}_r" if tells else None
+        )
+        self.chords = SqlChords(self.database, results, self.work_together, self._max_payload, self._insert_returning)
         self._extend = self.sql.extend(ttls, to_ms(settings.lease_ttl))
         self._wakeup = Wakeup()
         # Under a test's clock something can become due without anybody's doing.
@@ -88,7 +98,7 @@ class SqlBroker:
         self._looks = Looks(self.database, self.sql, probes=probe is not None)
         self._pause = settings.poll_max if probe is None else min(probe, settings.poll_max)
         self._tells = dialect.notifies and settings.listen and clock is None
-        self._channel = channel_name(self.tables)
+        self._channel = channel
         self._notifier = Notifier()
         self._listener: Listener | None = None
         if self._tells:
@@ -136,6 +146,12 @@ class SqlBroker:
             self._told(work.woken, told, since)
         if self._notify is not None:
             self._announce(work)
+        return result
+
+    def work_together(self, part: Callable[[Work], T], confirm: Confirm[T] | None) -> T:
+        """Run something in one of the broker's transactions: who has to be told of work it makes is told."""
+        result = self._run(part, confirm=confirm)
+        self.wake()
         return result
 
     def _work(self, conn: sa.Connection) -> Work:
@@ -314,7 +330,7 @@ class SqlBroker:
     def ack(self, lease: Lease, result: bytes | None = None) -> None:
         """See the contract."""
         if result is not None:
-            publish.check_payload(result, f"result of execution {lease.id}", self._max_payload)
+            check_payload(result, f"result of execution {lease.id}", self._max_payload)
 
         def part(work: Work) -> list[Lease]:
             if result is None:
@@ -475,7 +491,7 @@ class SqlBroker:
     def replay(self, id: int, *, payload: bytes | None = None, allow_completed: bool = False) -> int:
         """See the contract."""
         if payload is not None:
-            publish.check_payload(payload, f"replay of {id}", self._max_payload)
+            check_payload(payload, f"replay of {id}", self._max_payload)
         new = self._run(lambda work: control.replay(work, id, payload, allow_completed=allow_completed))
         self.wake()
         return new
@@ -557,6 +573,7 @@ class SqlBroker:
         self.wake()
         if self._listener is not None:
             self._listener.close()
+        self.results.close()
         self.database.dispose()
 
 

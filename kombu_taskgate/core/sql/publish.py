@@ -9,10 +9,10 @@ from typing import Any
 import sqlalchemy as sa
 
 from ..clock import to_ms
-from ..errors import ConfigError, PayloadTooLarge, TaskExists, TaskNotFound
+from ..errors import ConfigError, TaskExists, TaskNotFound
 from ..model import FINAL, NewTask, Reason, State
 from ..schema import LANE_BLOCKED, LANE_NONE, LANE_READY
-from ..settings import check_name
+from ..settings import check_name, check_payload
 from .work import CHUNK, Work, chunks
 
 #: Most payload bytes in one INSERT of many rows; servers bound the length of a statement.
@@ -49,15 +49,6 @@ def check_times(instant: int | None, seconds: float | None) -> None:
         raise ConfigError(f"an instant must be within 10,000 years, in milliseconds; {instant!r} is not")
     if seconds is not None and not abs(seconds) * 1000 <= LAST:
         raise ConfigError(f"a duration must be within 10,000 years, in seconds; {seconds!r} is not")
-
-
-def check_payload(payload: bytes, what: str, max_payload: int) -> None:
-    """Raise PayloadTooLarge for what is too long to store."""
-    if len(payload) > max_payload:
-        raise PayloadTooLarge(
-            f"{what} has {len(payload)} bytes: at most {max_payload} bytes are stored; "
-            "pass a reference to the data instead, or raise max_payload (and the server's own limit)"
-        )
 
 
 def _plain(task: NewTask) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from .cancel import CancelCases
+from .chords import ChordCases
 from .claim import ClaimCases
 from .dependencies import DependencyCases
 from .leases import LeaseCases
 from .query import QueryCases
 from .quota import QuotaCases
 from .replay import ReplayCases
+from .results import ResultCases
 from .revocations import RevocationCases
 from .roundtrip import RoundTripCases
 from .sessions import SessionCases
@@ -27,6 +29,8 @@ class BrokerContract(
     DependencyCases,
     CancelCases,
     RevocationCases,
+    ResultCases,
+    ChordCases,
     QueryCases,
     ReplayCases,
     QuotaCases,

@@ -1,0 +1,437 @@
+"""Every SQL statement about results and chords: one named attribute each, with a sentence. See statements.py."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import sqlalchemy as sa
+
+from .chords import ChordState
+from .model import State
+from .results import Finality
+from .statements import Statement, Statements
+
+
+def _in(column: sa.ColumnElement[Any], name: str) -> sa.ColumnElement[bool]:
+    return column.in_(sa.bindparam(name, expanding=True))
+
+
+def _number(name: str) -> sa.BindParameter[int]:
+    return sa.bindparam(name, type_=sa.BigInteger)
+
+
+def _text(name: str) -> sa.BindParameter[str]:
+    return sa.bindparam(name, type_=sa.String)
+
+
+def _bytes(name: str) -> sa.BindParameter[bytes]:
+    return sa.bindparam(name, type_=sa.LargeBinary)
+
+
+class ResultStatements:
+    """All of them for one set of tables.
+
+    Args:
+        sql: the broker's statements for the same tables.
+    """
+
+    def __init__(self, sql: Statements) -> None:
+        self._sql = sql
+        self.tables = sql.tables
+        self.dialect = sql.dialect
+        self._r = self.tables.results.c
+        self._g = self.tables.groups.c
+        self._c = self.tables.chords.c
+        self._p = self.tables.chord_parts.c
+
+    def time(self, **parameters: Any) -> dict[str, Any]:
+        """See :meth:`.statements.Statements.time`."""
+        return self._sql.time(**parameters)
+
+    @property
+    def _expires(self) -> sa.ColumnElement[int]:
+        # NULL when there is no time after which it expires.
+        return self._sql.now + _number("p_expires_in")
+
+    # -- results -------------------------------------------------------------------------------------
+
+    @property
+    def _lease_is_current(self) -> sa.ColumnElement[bool]:
+        """False when the execution p_fence is somebody else's by now, or nobody's. 0: no execution has it."""
+        t = self.tables.tasks.c
+        waiting = t.state.in_([State.PENDING.value, State.RETRYING.value, State.BLOCKED.value])
+        foreign: sa.Select[Any] = sa.select(sa.literal_column("1")).where(
+            t.id == _number("p_fence"), (t.token != _number("p_token")) | waiting
+        )
+        return ~foreign.exists()
+
+    @property
+    def _may_replace(self) -> sa.ColumnElement[bool]:
+        """Whether the stored result gives way; see :meth:`.results.Results.store`."""
+        r, execution, token = self._r, _number("p_execution"), _number("p_token")
+        newer = execution > r.execution
+        as_new = newer | ((execution == r.execution) & (token >= r.token))
+        under_none = execution == 0
+        return ((r.finality == int(Finality.OPEN)) & (under_none | as_new)) | (
+            (r.finality == int(Finality.ENDED)) & (under_none | newer)
+        )
+
+    @property
+    def _new(self) -> dict[sa.Column[Any], Any]:
+        r = self._r
+        return {
+            r.task_id: _text("p_task_id"),
+            r.status: _text("p_status"),
+            r.finality: sa.bindparam("p_finality", type_=sa.SmallInteger),
+            r.type: _text("p_type"),
+            r.execution: _number("p_execution"),
+            r.token: _number("p_token"),
+            r.stored_at: self._sql.now,
+            r.expires_at: self._expires,
+            r.content_type: _text("p_content_type"),
+            r.content_encoding: _text("p_content_encoding"),
+            r.payload: _bytes("p_payload"),
+        }
+
+    @cached_property
+    def store_result(self) -> sa.Insert:
+        """Store a result if its lease is current, and in place of another one only if that gives way to it."""
+        new = self._new
+        source = sa.select(*new.values()).where(self._lease_is_current)
+        insert = self.dialect.insert(self.tables.results).from_select([column.name for column in new], source)
+        r = self._r
+        replaced = [r.status, r.finality, r.type, r.stored_at, r.expires_at]
+        replaced += [r.content_type, r.content_encoding, r.payload]
+        # What is said under no lease does not make an older lease the current one again.
+        lease = {
+            column.name: sa.case((_number("p_execution") == 0, column), else_=self.dialect.inserted(insert, column))
+            for column in (r.execution, r.token)
+        }
+        return self.dialect.upsert(
+            insert,
+            keys=[r.task_id],
+            values={
+                **{column.name: self.dialect.inserted(insert, column) for column in replaced},
+                **lease,
+                "version": r.version + 1,
+            },
+            where=self._may_replace,
+            outcome=r.outcome,
+        )
+
+    @cached_property
+    def store_result_and_tell(self) -> Statement:
+        """As store_result; tells p_channel p_text when it has stored something."""
+        return self.store_result.returning(self.dialect.telling(_text("p_channel"), _text("p_text")))
+
+    @cached_property
+    def tell_of_result(self) -> Statement:
+        """Tell p_channel p_text."""
+        return self.dialect.notification(_text("p_channel"), _text("p_text"))
+
+    def _shown(self) -> list[sa.Column[Any]]:
+        r = self._r
+        return [
+            r.task_id, r.status, r.finality, r.payload, r.content_type, r.content_encoding, r.type, r.version,
+            r.execution, r.token, r.stored_at, r.expires_at,
+        ]  # fmt: skip
+
+    @cached_property
+    def get_results(self) -> Statement:
+        """Results by task_id."""
+        return sa.select(*self._shown()).where(_in(self._r.task_id, "p_task_ids"))
+
+    @cached_property
+    def get_ended_results(self) -> Statement:
+        """Results by task_id, those only after which nothing follows."""
+        r = self._r
+        return sa.select(*self._shown()).where(_in(r.task_id, "p_task_ids"), r.finality != int(Finality.OPEN))
+
+    @cached_property
+    def delete_results(self) -> Statement:
+        """Forget results."""
+        return sa.delete(self.tables.results).where(_in(self._r.task_id, "p_task_ids"))
+
+    @cached_property
+    def pick_expired_results(self) -> Statement:
+        """Results whose time is over, the oldest first; those that somebody is writing are left alone."""
+        r = self._r
+        query = sa.select(r.task_id).where(r.expires_at.is_not(None), r.expires_at <= self._sql.now)
+        return query.order_by(r.expires_at).limit(_number("p_limit")).with_for_update(skip_locked=True)
+
+    # -- groups --------------------------------------------------------------------------------------
+
+    @cached_property
+    def save_group(self) -> sa.Insert:
+        """Store what a group consists of."""
+        g = self._g
+        insert = self.dialect.insert(self.tables.groups).values(
+            group_id=_text("p_group_id"),
+            stored_at=self._sql.now,
+            expires_at=self._expires,
+            payload=_bytes("p_payload"),
+        )
+        replaced = {
+            column.name: self.dialect.inserted(insert, column) for column in (g.stored_at, g.expires_at, g.payload)
+        }
+        return self.dialect.upsert(insert, keys=[g.group_id], values=replaced)
+
+    @cached_property
+    def get_group(self) -> Statement:
+        """What a group consists of."""
+        return sa.select(self._g.payload).where(self._g.group_id == _text("p_group_id"))
+
+    @cached_property
+    def delete_group(self) -> Statement:
+        """Forget a group."""
+        return sa.delete(self.tables.groups).where(_in(self._g.group_id, "p_group_ids"))
+
+    @cached_property
+    def pick_expired_groups(self) -> Statement:
+        """Groups whose time is over, the oldest first."""
+        g = self._g
+        query = sa.select(g.group_id).where(g.expires_at.is_not(None), g.expires_at <= self._sql.now)
+        return query.order_by(g.expires_at).limit(_number("p_limit")).with_for_update(skip_locked=True)
+
+    # -- chords --------------------------------------------------------------------------------------
+
+    @property
+    def _new_chord(self) -> dict[str, Any]:
+        return {
+            "group_id": _text("p_group_id"),
+            "state": ChordState.OPEN.value,
+            "touched_at": self._sql.now,
+            "expires_at": self._expires,
+        }
+
+    @cached_property
+    def begin_chord(self) -> sa.Insert:
+        """Note what a chord consists of, and keep what is known already."""
+        c = self._c
+        insert = self.dialect.insert(self.tables.chords).values(
+            **self._new_chord, header=_bytes("p_header"), body=_bytes("p_body")
+        )
+        kept = {
+            column.name: sa.func.coalesce(self.dialect.inserted(insert, column), column)
+            for column in (c.header, c.body)
+        }
+        return self.dialect.upsert(insert, keys=[c.group_id], values={**kept, "touched_at": self._sql.now})
+
+    @cached_property
+    def size_chord(self) -> sa.Insert:
+        """Say how many parts a chord needs, if it is not there yet; lock it if it is."""
+        c = self._c
+        insert = self.dialect.insert(self.tables.chords).values(
+            **self._new_chord, size=sa.bindparam("p_size", type_=sa.Integer), applied_by=_number("p_by")
+        )
+        return self.dialect.upsert(insert, keys=[c.group_id], values={"touched_at": self._sql.now})
+
+    @cached_property
+    def lock_chord(self) -> Statement:
+        """One chord, locked."""
+        return sa.select(self.tables.chords).where(self._c.group_id == _text("p_group_id")).with_for_update()
+
+    @cached_property
+    def resize_chord(self) -> Statement:
+        """Say how many parts a locked chord needs, and open it if it is not."""
+        return (
+            sa.update(self.tables.chords)
+            .where(self._c.group_id == _text("p_group_id"))
+            .values(
+                size=sa.bindparam("p_size", type_=sa.Integer),
+                applied_by=_number("p_by"),
+                state=ChordState.OPEN.value,
+                claim_=None,
+                claimed_until=None,
+                touched_at=self._sql.now,
+                expires_at=self._expires,
+            )
+        )
+
+    @cached_property
+    def put_part(self) -> sa.Insert:
+        """Store a part unless it is there already, or comes late to a chord that has ended."""
+        c, p = self._c, self._p
+        ended: sa.Select[Any] = sa.select(sa.literal_column("1")).where(
+            c.group_id == _text("p_group_id"),
+            c.state != ChordState.OPEN.value,
+            _number("p_execution") <= c.past,
+        )
+        new: dict[sa.Column[Any], Any] = {
+            p.group_id: _text("p_group_id"),
+            p.task_id: _text("p_task_id"),
+            p.place: sa.bindparam("p_place", type_=sa.Integer),
+            p.status: _text("p_status"),
+            p.added: sa.bindparam("p_added", type_=sa.SmallInteger),
+            p.execution: _number("p_execution"),
+            p.stored_at: self._sql.now,
+            p.payload: _bytes("p_payload"),
+        }
+        source = sa.select(*new.values()).where(~ended.exists())
+        insert = self.dialect.insert(self.tables.chord_parts).from_select([column.name for column in new], source)
+        return self.dialect.ignore_known(insert, [p.group_id, p.task_id, p.place])
+
+    @cached_property
+    def fill_part(self) -> Statement:
+        """Give a task that was added to the header its part; it may be asked to do so again."""
+        p = self._p
+        return (
+            sa.update(self.tables.chord_parts)
+            .where(p.group_id == _text("p_group_id"), p.task_id == _text("p_task_id"), p.added == 1, p.status == "")
+            .values(
+                status=_text("p_status"),
+                execution=_number("p_execution"),
+                stored_at=self._sql.now,
+                payload=_bytes("p_payload"),
+            )
+        )
+
+    @cached_property
+    def see_chord(self) -> Statement:
+        """A chord and how many parts it has."""
+        return sa.select(self.tables.chords, self._parts.label("parts"), self._added.label("added")).where(
+            self._c.group_id == _text("p_group_id")
+        )
+
+    @property
+    def _parts(self) -> sa.ScalarSelect[int]:
+        p = self._p
+        count = sa.select(sa.func.count()).where(p.group_id == self._c.group_id, p.status != "")
+        return count.correlate(self.tables.chords).scalar_subquery()
+
+    @property
+    def _added(self) -> sa.ScalarSelect[int]:
+        p = self._p
+        count = sa.select(sa.func.count()).where(p.group_id == self._c.group_id, p.added == 1)
+        return count.correlate(self.tables.chords).scalar_subquery()
+
+    @cached_property
+    def note_body(self) -> Statement:
+        """Note the body of a chord that has none."""
+        c = self._c
+        return (
+            sa.update(self.tables.chords)
+            .where(c.group_id == _text("p_group_id"), c.body.is_(None))
+            .values(body=_bytes("p_body"))
+        )
+
+    @cached_property
+    def chord_parts(self) -> Statement:
+        """The parts of a chord in the order of its header."""
+        p = self._p
+        place = sa.case((p.place < 0, 2**31 - 1), else_=p.place)
+        return (
+            sa.select(p.task_id, p.place, p.status, p.payload, p.execution)
+            .where(p.group_id == _text("p_group_id"), p.status != "")
+            .order_by(place, p.stored_at, p.task_id)
+        )
+
+    @cached_property
+    def claim_chord(self) -> Statement:
+        """Take it upon oneself to end a chord, if nobody else does."""
+        c = self._c
+        return (
+            sa.update(self.tables.chords)
+            .where(
+                c.group_id == _text("p_group_id"),
+                c.state == ChordState.OPEN.value,
+                c.claimed_until.is_(None) | (c.claimed_until <= self._sql.now),
+            )
+            .values(claim_=_number("p_claim"), claimed_until=self._sql.now + _number("p_ttl"))
+        )
+
+    @cached_property
+    def end_chord(self) -> Statement:
+        """End an open chord that nobody else is ending; p_claim 0: whoever is."""
+        c, p = self._c, self._p
+        newest = sa.select(sa.func.max(p.execution)).where(p.group_id == c.group_id).correlate(self.tables.chords)
+        mine = (_number("p_claim") == 0) | (c.claim_ == _number("p_claim"))
+        return (
+            sa.update(self.tables.chords)
+            .where(c.group_id == _text("p_group_id"), c.state == ChordState.OPEN.value, mine)
+            .values(
+                state=_text("p_state"),
+                past=sa.func.coalesce(newest.scalar_subquery(), 0),
+                touched_at=self._sql.now,
+                claim_=None,
+                claimed_until=None,
+            )
+        )
+
+    @cached_property
+    def chord_ended(self) -> Statement:
+        """Whether a chord has the state p_state."""
+        c = self._c
+        return sa.select(c.group_id).where(c.group_id == _text("p_group_id"), c.state == _text("p_state"))
+
+    @cached_property
+    def delete_past_parts(self) -> Statement:
+        """Delete the parts of a run of the header that is over."""
+        p = self._p
+        return sa.delete(self.tables.chord_parts).where(
+            p.group_id == _text("p_group_id"), p.execution <= _number("p_past")
+        )
+
+    def _stuck(self, recent: bool) -> sa.Select[Any]:
+        c, p, now = self._c, self._p, self._sql.now
+        newest = sa.select(sa.func.max(p.stored_at)).where(p.group_id == c.group_id).correlate(self.tables.chords)
+        query = sa.select(c.group_id).where(
+            c.state == ChordState.OPEN.value,
+            c.size.is_not(None),
+            c.claimed_until.is_(None) | (c.claimed_until <= now),
+            self._parts >= c.size + self._added,
+            newest.scalar_subquery() <= now - _number("p_older"),
+        )
+        if recent:
+            fresh = sa.select(p.group_id).where(p.stored_at >= now - _number("p_since"))
+            query = query.where(c.group_id.in_(fresh))
+        return query.order_by(c.touched_at).limit(_number("p_limit"))
+
+    @cached_property
+    def stuck_chords(self) -> Statement:
+        """Open chords that are complete, and that nobody is ending."""
+        return self._stuck(recent=False)
+
+    @cached_property
+    def freshly_stuck_chords(self) -> Statement:
+        """The same of those only that got a part lately."""
+        return self._stuck(recent=True)
+
+    @cached_property
+    def pick_left_parts(self) -> Statement:
+        """Parts of chords that have ended."""
+        c, p = self._c, self._p
+        return (
+            sa.select(p.group_id, p.task_id, p.place)
+            .join(self.tables.chords, c.group_id == p.group_id)
+            .where(c.state != ChordState.OPEN.value, p.execution <= c.past)
+            .limit(_number("p_limit"))
+        )
+
+    @cached_property
+    def delete_parts(self) -> Statement:
+        """Delete single parts."""
+        p = self._p
+        return sa.delete(self.tables.chord_parts).where(
+            _in(p.group_id, "p_group_ids"),
+            sa.tuple_(p.group_id, p.task_id, p.place).in_(sa.bindparam("p_parts", expanding=True)),
+        )
+
+    @cached_property
+    def pick_old_chords(self) -> Statement:
+        """Chords whose time is over, and those that ended long ago."""
+        c, now = self._c, self._sql.now
+        old = (c.state != ChordState.OPEN.value) & (c.touched_at <= now - _number("p_keep"))
+        query = sa.select(c.group_id).where((c.expires_at.is_not(None) & (c.expires_at <= now)) | old)
+        return query.limit(_number("p_limit"))
+
+    @cached_property
+    def delete_chords(self) -> Statement:
+        """Delete chords."""
+        return sa.delete(self.tables.chords).where(_in(self._c.group_id, "p_group_ids"))
+
+    @cached_property
+    def delete_parts_of(self) -> Statement:
+        """Delete all parts of chords."""
+        return sa.delete(self.tables.chord_parts).where(_in(self._p.group_id, "p_group_ids"))
