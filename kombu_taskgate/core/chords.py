@@ -40,7 +40,8 @@ class ChordPart:
         place: its place in the header; -1: none.
         status: as its reader calls it.
         payload: opaque bytes.
-        execution: under which it was found; 0: not known.
+        execution, token: the lease under which it was found; 0: not known.
+        fenced: the lease is one of this broker's, so whether it is still current can be, and is, looked up.
     """
 
     task_id: str
@@ -48,6 +49,8 @@ class ChordPart:
     status: str
     payload: bytes
     execution: int = 0
+    token: int = 0
+    fenced: bool = False
 
 
 @dataclass(slots=True)
@@ -61,8 +64,8 @@ class Chord:
     parts: int = 0
     #: Tasks that were added to the header beyond its size.
     added: int = 0
-    header: bytes | None = None
-    body: bytes | None = None
+    #: Whether its body is noted.
+    has_body: bool = False
 
     @property
     def complete(self) -> bool:
@@ -86,16 +89,18 @@ class Chords(Protocol):
     def add(self, group_id: str, task_id: str) -> None:
         """A task was added to the header: one more part is needed. Done twice it is one."""
 
-    def put(
-        self, group_id: str, part: ChordPart, *, body: bytes | None = None, expires_in: float | None = None
-    ) -> Chord:
-        """Store a part, unless it is there or the chord has ended; returns the chord as it is after that.
+    def put(self, group_id: str, part: ChordPart, *, expires_in: float | None = None) -> Chord:
+        """Store a part; returns the chord as it is after that.
 
-        ``body``: noted if the chord has none yet. Raises as :meth:`.results.Results.store`.
+        It is not stored when it is there already, when the chord has ended, or when its lease is not current (see
+        :meth:`.results.Results.store`, which also says what this raises).
         """
 
     def get(self, group_id: str) -> Chord | None:
         """The chord, if it is stored."""
+
+    def contents(self, group_id: str) -> tuple[bytes | None, bytes | None]:
+        """Header and body as they are noted."""
 
     def parts(self, group_id: str) -> list[ChordPart]:
         """The parts that are there, by place, then in the order in which they came."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 
 from .broker import Notify
+from .chords import ChordPart
 from .clock import Clock, to_ms
 from .errors import (
     AlreadyFinal,
@@ -55,7 +56,7 @@ from .model import (
     StateChange,
     Task,
 )
-from .results import Result
+from .results import NewResult, Result
 from .revocations import Revocation
 from .settings import BrokerSettings, check_name
 from .topology import Binding, Exchange, Queue
@@ -127,6 +128,11 @@ class MemoryStore:
         self.chords: dict[str, ChordRow] = {}
         self.watchers = Watchers()
         _stores.add(self)
+
+    def is_current(self, said: NewResult | ChordPart) -> bool:
+        """Whether what is said under a lease counts; the caller holds the lock."""
+        row = self.tasks.get(said.execution) if said.fenced else None
+        return row is None or (row.newest_token == said.token and row.state not in WAITING)
 
     def end_consumers(self, session: int, instant: int) -> None:
         """A holder is gone: what it consumed was in use until then; the caller holds the lock."""

@@ -98,9 +98,7 @@ class MemoryChords:
                 row.parts[key] = ChordPart(task_id, -1, "", b""), self._clock.now_ms()
                 row.added.add(key)
 
-    def put(
-        self, group_id: str, part: ChordPart, *, body: bytes | None = None, expires_in: float | None = None
-    ) -> Chord:
+    def put(self, group_id: str, part: ChordPart, *, expires_in: float | None = None) -> Chord:
         """See the protocol."""
         check_name(group_id, "group id")
         check_name(part.task_id, "task id")
@@ -112,9 +110,8 @@ class MemoryChords:
             late = row.state is not ChordState.OPEN and part.execution <= row.past
             key = (part.task_id, part.place)
             there = row.parts.get(key)
-            if not late and (there is None or not there[0].status):
+            if not late and self._store.is_current(part) and (there is None or not there[0].status):
                 row.parts[key] = replace(part), self._clock.now_ms()
-            row.body = body if row.body is None else row.body
             return _chord(group_id, row)
 
     def get(self, group_id: str) -> Chord | None:
@@ -123,13 +120,19 @@ class MemoryChords:
             row = self._store.chords.get(group_id)
             return _chord(group_id, row) if row is not None and row.known else None
 
+    def contents(self, group_id: str) -> tuple[bytes | None, bytes | None]:
+        """See the protocol."""
+        with self._store.changed:
+            row = self._store.chords.get(group_id, ChordRow())
+            return row.header, row.body
+
     def parts(self, group_id: str) -> list[ChordPart]:
         """See the protocol."""
         with self._store.changed:
             row = self._store.chords.get(group_id, ChordRow())
             there = [one for one in row.parts.values() if one[0].status]
         there.sort(key=lambda one: (one[0].place < 0, one[0].place, one[1], one[0].task_id))
-        return [replace(part) for part, _ in there]
+        return [replace(part, token=0, fenced=False) for part, _ in there]
 
     def claim(self, group_id: str, ttl: float) -> int | None:
         """See the protocol."""
@@ -187,4 +190,4 @@ class MemoryChords:
 
 def _chord(group_id: str, row: ChordRow) -> Chord:
     there = sum(bool(part.status) for part, _ in row.parts.values())
-    return Chord(group_id, row.state, row.size, there, len(row.added), row.header, row.body)
+    return Chord(group_id, row.state, row.size, there, len(row.added), row.body is not None)

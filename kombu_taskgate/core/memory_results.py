@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from .clock import Clock, to_ms
-from .model import WAITING
 from .results import Finality, NewResult, Result, check
 from .settings import BrokerSettings, check_name, check_payload
 from .watch import Polling, Wake, Watch
@@ -28,7 +27,7 @@ class MemoryResults:
         check(result, self._settings.max_payload)
         with self._store.changed:
             old = self._store.results.get(result.task_id)
-            if not self._is_current(result) or (old is not None and not _gives_way(old, result)):
+            if not self._store.is_current(result) or (old is not None and not _gives_way(old, result)):
                 return False
             now = self._clock.now_ms()
             keeps_lease = old is not None and not result.execution
@@ -48,10 +47,6 @@ class MemoryResults:
             )
         self._store.watchers.wake([result.task_id])
         return True
-
-    def _is_current(self, result: NewResult) -> bool:
-        row = self._store.tasks.get(result.execution) if result.fenced else None
-        return row is None or (row.newest_token == result.token and row.state not in WAITING)
 
     def get(self, task_ids: Collection[str], *, ended: bool = False) -> dict[str, Result]:
         """See the protocol."""

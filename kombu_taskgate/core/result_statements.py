@@ -268,7 +268,7 @@ class ResultStatements:
             p.stored_at: self._sql.now,
             p.payload: _bytes("p_payload"),
         }
-        source = sa.select(*new.values()).where(~ended.exists())
+        source = sa.select(*new.values()).where(~ended.exists(), self._lease_is_current)
         insert = self.dialect.insert(self.tables.chord_parts).from_select([column.name for column in new], source)
         return self.dialect.ignore_known(insert, [p.group_id, p.task_id, p.place])
 
@@ -290,9 +290,16 @@ class ResultStatements:
     @cached_property
     def see_chord(self) -> Statement:
         """A chord and how many parts it has."""
-        return sa.select(self.tables.chords, self._parts.label("parts"), self._added.label("added")).where(
-            self._c.group_id == _text("p_group_id")
-        )
+        c = self._c
+        has_body = c.body.is_not(None).label("has_body")
+        return sa.select(
+            c.group_id, c.state, c.size, has_body, self._parts.label("parts"), self._added.label("added")
+        ).where(c.group_id == _text("p_group_id"))
+
+    @cached_property
+    def chord_contents(self) -> Statement:
+        """Header and body of a chord."""
+        return sa.select(self._c.header, self._c.body).where(self._c.group_id == _text("p_group_id"))
 
     @property
     def _parts(self) -> sa.ScalarSelect[int]:
@@ -305,16 +312,6 @@ class ResultStatements:
         p = self._p
         count = sa.select(sa.func.count()).where(p.group_id == self._c.group_id, p.added == 1)
         return count.correlate(self.tables.chords).scalar_subquery()
-
-    @cached_property
-    def note_body(self) -> Statement:
-        """Note the body of a chord that has none."""
-        c = self._c
-        return (
-            sa.update(self.tables.chords)
-            .where(c.group_id == _text("p_group_id"), c.body.is_(None))
-            .values(body=_bytes("p_body"))
-        )
 
     @cached_property
     def chord_parts(self) -> Statement:

@@ -16,11 +16,12 @@ from ..core.errors import TaskgateError
 from ..core.settings import check_name
 from ..core.topology import Binding, Exchange, Queue
 from ..core.within import within
+from .capture import capture
 from .codec import Envelope
 from .control import is_mailbox, tell_published
 from .declared import AUTO_DELETE_EXPIRES, delete_queue
 from .errors import NoRoute, NotFound, PreconditionFailed, RecoverableConnectionError, TagInUse, kombu_errors
-from .message import Message
+from .message import Message, published_headers
 from .publish import PublishBatch, prepare, route
 from .routing import BUILT_IN, BUILT_IN_TYPES
 from .settle import Action
@@ -332,6 +333,8 @@ class Channel(StdChannel):
                 self._unroutable(message, envelope, tell=mandatory)
                 return
             tasks = prepare(connection.router, envelope, queues, connection.options.naive)
+            if capture(connection.settings, tasks):
+                return
             if len(tasks) == 1:
                 connection.broker.enqueue(tasks[0])
             else:
@@ -348,7 +351,7 @@ class Channel(StdChannel):
             body=message["body"],
             content_type=message.get("content-type"),
             content_encoding=message.get("content-encoding"),
-            headers=dict(message.get("headers") or {}),
+            headers=published_headers(message.get("headers") or {}),
             properties=dict(message.get("properties") or {}),
             exchange=exchange or "",
             routing_key=routing_key or "",

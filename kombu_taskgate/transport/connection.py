@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import TaskgateError
 from ..core.factory import open_broker
+from ..core.model import NewTask
 from ..core.ready import Ready
 from ..core.settings import BrokerSettings
 from ..core.within import within
@@ -298,3 +299,12 @@ class Connection:
         for channel in self.channels:
             channel.abandoned()
         self.channels = []
+
+
+def tell_stored(settings: BrokerSettings, tasks: Sequence[NewTask]) -> None:
+    """Wake the consumers of this process: executions were stored in a transaction that no connection of it has made."""
+    queues = list(dict.fromkeys(task.queue for task in tasks))
+    for connection in process.watched() if queues else ():
+        if isinstance(connection, Connection) and connection.settings == settings:
+            connection.published(queues)
+            return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kombu.transport import base
@@ -14,6 +15,13 @@ if TYPE_CHECKING:
 
 #: Where the ETA of a delivered task is still to be seen.
 ETA_HEADER = "taskgate_eta"
+#: Under which lease a task was delivered: id of the execution, token.
+LEASE_HEADER = "taskgate_lease"
+
+
+def published_headers(headers: Mapping[str, Any]) -> dict[str, Any]:
+    """Headers without what only says something of one delivery: a task that is retried is published with all it had."""
+    return {name: value for name, value in headers.items() if name not in (ETA_HEADER, LEASE_HEADER)}
 
 
 class Message(base.Message):
@@ -31,6 +39,8 @@ class Message(base.Message):
         if eta is not None and headers.get("task") is not None and parse_instant(eta) is not None:
             headers["eta"] = None
             headers[ETA_HEADER] = eta
+        if headers.get("task") is not None:
+            headers[LEASE_HEADER] = [claim.id, claim.token]
         delivery_info: dict[str, Any] = {
             "exchange": envelope.exchange,
             "routing_key": envelope.routing_key,

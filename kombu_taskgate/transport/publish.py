@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.broker import Broker
 from ..core.errors import TaskgateError
 from ..core.model import NewTask
+from .capture import capture
 from .codec import Envelope, encode
 from .columns import columns_of, new_task
 from .errors import kombu_errors
@@ -119,6 +120,8 @@ class PublishBatch:
             return
         connection = self.channel._open()
         with kombu_errors():
+            if capture(connection.settings, tasks):
+                return
             connection.broker.enqueue_many(tasks)
         connection.published(list(dict.fromkeys(task.queue for task in tasks)))
 

@@ -81,9 +81,7 @@ class SqlChords:
         check_name(group_id, "group id")
         self._put(group_id, ChordPart(task_id, -1, "", b""), added=1)
 
-    def put(
-        self, group_id: str, part: ChordPart, *, body: bytes | None = None, expires_in: float | None = None
-    ) -> Chord:
+    def put(self, group_id: str, part: ChordPart, *, expires_in: float | None = None) -> Chord:
         """See the protocol."""
         check_name(group_id, "group id")
         check_name(part.task_id, "task id")
@@ -93,11 +91,8 @@ class SqlChords:
         # After the commit of the part: of several who come last at once, the one whose commit is last sees all.
         chord = self.get(group_id)
         if chord is None:
-            self.begin(group_id, header=None, body=body, expires_in=expires_in)
+            self.begin(group_id, header=None, body=None, expires_in=expires_in)
             chord = self.get(group_id)
-        elif chord.body is None and body is not None:
-            noted = {"p_group_id": group_id, "p_body": body}
-            self._database.write(lambda conn: conn.execute(self._sql.note_body, noted))
         return chord or Chord(group_id, ChordState.OPEN)
 
     def _put(self, group_id: str, part: ChordPart, *, added: int) -> None:
@@ -112,6 +107,12 @@ class SqlChords:
         """See the protocol."""
         row = self._database.read(lambda conn: conn.execute(self._sql.see_chord, {"p_group_id": group_id}).first())
         return None if row is None else _chord(row)
+
+    def contents(self, group_id: str) -> tuple[bytes | None, bytes | None]:
+        """See the protocol."""
+        asked = {"p_group_id": group_id}
+        row = self._database.read(lambda conn: conn.execute(self._sql.chord_contents, asked).first())
+        return (None, None) if row is None else (_bytes(row.header), _bytes(row.body))
 
     def parts(self, group_id: str) -> list[ChordPart]:
         """See the protocol."""
@@ -189,6 +190,8 @@ def _parameters(group_id: str, part: ChordPart) -> dict[str, Any]:
         "p_task_id": part.task_id,
         "p_status": part.status,
         "p_execution": part.execution,
+        "p_token": part.token,
+        "p_fence": part.execution if part.fenced else 0,
         "p_payload": part.payload,
     }
 
@@ -200,9 +203,12 @@ def _chord(row: Any) -> Chord:
         size=row.size,
         parts=row.parts,
         added=row.added,
-        header=None if row.header is None else bytes(row.header),
-        body=None if row.body is None else bytes(row.body),
+        has_body=bool(row.has_body),
     )
+
+
+def _bytes(value: Any) -> bytes | None:
+    return None if value is None else bytes(value)
 
 
 def _ms(seconds: float | None) -> int | None:

@@ -1,0 +1,217 @@
+"""Chords without a counter and without a task that polls.
+
+Each header task leaves a part (see :mod:`kombu_taskgate.core.chords`); whoever sees that all are there ends the chord.
+Where the broker has the same tables, the messages of the body are stored in the very transaction that ends it, so the
+body starts exactly once, whoever is killed when. Where it is another broker one worker at a time takes the end upon
+itself; killed between publishing the body and saying so, it leaves a chord whose body is published once more.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from celery._state import get_current_task
+from celery.canvas import maybe_signature
+from celery.exceptions import ChordError
+from celery.result import GroupResult, allow_join_result, result_from_tuple
+from celery.states import EXCEPTION_STATES, PROPAGATE_STATES
+from celery.utils.functional import _regen
+from kombu.exceptions import OperationalError
+from kombu.serialization import dumps, loads, prepare_accept_content
+from kombu.utils.encoding import bytes_to_str, ensure_bytes
+
+from kombu_taskgate.core.chords import Chord, ChordPart, ChordState
+from kombu_taskgate.core.errors import StoreUnavailable
+from kombu_taskgate.transport.capture import capturing
+from kombu_taskgate.transport.connection import tell_stored
+
+from .lease import lease_of
+
+if TYPE_CHECKING:
+    from celery.backends.base import Backend as _Base
+else:
+    _Base = object
+
+logger = logging.getLogger("celery_ext.chords")
+
+#: Seconds for which one worker may be ending a chord before another one tries.
+CLAIM = 60.0
+#: Seconds after its last part in which a complete chord is certainly being ended by whoever has brought that part.
+STUCK_AFTER = 5.0
+
+
+class ChordMixin(_Base):
+    """What Celery asks of a result backend that joins chords by itself."""
+
+    def apply_chord(self, header_result_args: Any, body: Any, **kwargs: Any) -> None:
+        """Note a chord that is about to be published."""
+        header = None
+        # The tasks of a generator are not known yet, and they are not nested.
+        if not isinstance(header_result_args[1], _regen):
+            result = self.app.GroupResult(*header_result_args)
+            # Parts come back flat; what the header looked like is needed only where it is nested.
+            if any(isinstance(one, GroupResult) for one in result.results):
+                header = ensure_bytes(self.encode({"result": result.as_tuple()}))
+        key, message, expires = self._key(header_result_args[0]), self._dump_body(body), self._chord_expires_in()
+        self.surely(lambda: self.broker.chords.begin(key, header=header, body=message, expires_in=expires))
+
+    def set_chord_size(self, group_id: str, chord_size: int) -> None:
+        """Celery says how many parts there will be, before it publishes the last task of the header."""
+        task = get_current_task()
+        by = lease_of(task.request).execution if task is not None else 0
+        key, expires = self._key(group_id), self._chord_expires_in()
+        self.surely(lambda: self.broker.chords.set_size(key, chord_size, by=by, expires_in=expires))
+
+    def add_to_chord(self, chord_id: str, result: Any) -> None:
+        """A task joins the header."""
+        key, task_id = self._key(chord_id), self._key(result.id)
+        self.surely(lambda: self.broker.chords.add(key, task_id))
+
+    def on_chord_part_return(self, request: Any, state: str, result: Any, **kwargs: Any) -> None:
+        """A task of a header has ended."""
+        task_id, group_id = request.id, request.group
+        if not group_id or not task_id:
+            return
+        lease = lease_of(request)
+        place = getattr(request, "group_index", None)
+        part = ChordPart(
+            task_id=self._key(task_id),
+            place=-1 if place is None else int(place),
+            status=state,
+            payload=ensure_bytes(self.encode(self.encode_result(result, state))),
+            execution=lease.execution,
+            token=lease.token,
+            fenced=lease.held and self.is_broker,
+        )
+        key, expires = self._key(group_id), self._chord_expires_in()
+        chord = self.surely(lambda: self.broker.chords.put(key, part, expires_in=expires))
+        if not chord.has_body and chord.state is ChordState.OPEN:
+            body = self._dump_body(request.chord)
+            self.surely(lambda: self.broker.chords.begin(key, header=None, body=body, expires_in=expires))
+        if chord.complete:
+            self._end_chord(chord, maybe_signature(request.chord, app=self.app))
+
+    def end_stuck_chords(self, *, since: float | None = None) -> int:
+        """End the chords whose last worker died before it could; returns how many were found.
+
+        Args:
+            since: only look at those to which a part came in so many seconds.
+        """
+        chords = self.broker.chords.stuck(STUCK_AFTER, since=since)
+        for chord in chords:
+            logger.warning("chord %s is complete and its body was not published: doing it now", chord.group_id)
+            body = self.broker.chords.contents(chord.group_id)[1]
+            if body is None:
+                logger.error("chord %s has no body that could be published", chord.group_id)
+                continue
+            self._end_chord(chord, maybe_signature(self._load_body(body), app=self.app))
+        return len(chords)
+
+    # -- ending --------------------------------------------------------------------------------------
+
+    def _end_chord(self, chord: Chord, body: Any) -> None:
+        """Publish the body, or tell of the failure. Does not raise: the task that brought the last part has ended."""
+        try:
+            try:
+                values = self._join_chord(chord)
+            except ChordError:
+                raise
+            except (StoreUnavailable, OperationalError):
+                raise
+            except Exception as error:
+                raise ChordError(f"Join error: {error!r}") from error
+            self._publish_body(chord.group_id, body, values)
+        except ChordError as error:
+            logger.exception("chord %s has failed", chord.group_id)
+            self._fail_chord(chord.group_id, body, error)
+        except (StoreUnavailable, OperationalError) as error:
+            logger.warning("chord %s is complete, but can't be ended now; it is tried again: %s", chord.group_id, error)
+
+    def _publish_body(self, key: str, body: Any, values: list[Any]) -> None:
+        if not self.is_broker:
+            claim = self.surely(lambda: self.broker.chords.claim(key, CLAIM))
+            if claim is not None:
+                self._delay(body, values)
+                self.surely(lambda: self.broker.chords.end(key, ChordState.DONE, claim=claim))
+            return
+        with capturing(self.settings) as captured:
+            self._delay(body, values)
+        if self.surely(lambda: self.broker.chords.end(key, ChordState.DONE, tasks=captured.tasks)):
+            tell_stored(self.settings, captured.tasks)
+
+    def _delay(self, body: Any, values: list[Any]) -> None:
+        try:
+            body.delay(values)
+        except (StoreUnavailable, OperationalError):
+            raise
+        except Exception as error:
+            raise ChordError(f"Callback error: {error!r}") from error
+
+    def _fail_chord(self, key: str, body: Any, error: ChordError) -> None:
+        try:
+            claim = self.surely(lambda: self.broker.chords.claim(key, CLAIM))
+            if claim is None:
+                return
+            with capturing(self.settings) as captured:
+                self.chord_error_from_stack(body, error)
+            if self.surely(lambda: self.broker.chords.end(key, ChordState.FAILED, claim=claim, tasks=captured.tasks)):
+                tell_stored(self.settings, captured.tasks)
+        except (StoreUnavailable, OperationalError) as unavailable:
+            logger.warning("chord %s has failed, and nobody can be told now; it is tried again: %s", key, unavailable)
+        except Exception:
+            logger.exception("chord %s has failed, and its error callbacks failed too", key)
+
+    # -- joining -------------------------------------------------------------------------------------
+
+    def _join_chord(self, chord: Chord) -> list[Any]:
+        """The values of the header in its order.
+
+        Raises:
+            ChordError: a task has failed; its exception is the cause.
+        """
+        parts = self.broker.chords.parts(chord.group_id)
+        values = [self._value_of(part) for part in parts]
+        header = self.broker.chords.contents(chord.group_id)[0]
+        if header is None:
+            return values
+        by_id = {part.task_id: value for part, value in zip(parts, values, strict=True)}
+        structure = result_from_tuple(self.decode(header)["result"], app=self.app)
+        return [self._shaped(one, by_id) for one in structure.results]
+
+    def _value_of(self, part: ChordPart) -> Any:
+        value = self.decode(part.payload)
+        if part.status in EXCEPTION_STATES:
+            value = self.exception_to_python(value)
+        if part.status in PROPAGATE_STATES:
+            error = ChordError(f"Dependency {part.task_id} raised {value!r}")
+            raise error from (value if isinstance(value, Exception) else None)
+        return value
+
+    def _shaped(self, result: Any, by_id: dict[str, Any]) -> Any:
+        if isinstance(result, GroupResult):
+            return [self._shaped(one, by_id) for one in result.results]
+        key = self._key(result.id)
+        if key in by_id:
+            return by_id[key]
+        # Part of the structure, but not of the chord: it has ended before what depends on it could.
+        with allow_join_result():
+            return result.get(timeout=self.app.conf.result_chord_join_timeout, propagate=True)
+
+    # -- the body as it is kept ------------------------------------------------------------------------
+
+    def _dump_body(self, body: Any) -> bytes:
+        """As the message that it will be: with the task's serializer, not that of results."""
+        content_type, content_encoding, data = dumps(dict(body), serializer=self.app.conf.task_serializer)
+        kept: bytes = f"{content_type}\n{content_encoding}\n".encode() + ensure_bytes(data)
+        return kept
+
+    def _load_body(self, kept: bytes) -> Any:
+        content_type, content_encoding, data = kept.split(b"\n", 2)
+        accept = prepare_accept_content(self.app.conf.accept_content)
+        return loads(data, bytes_to_str(content_type), bytes_to_str(content_encoding), accept=accept)
+
+    def _chord_expires_in(self) -> float | None:
+        given = self.app.conf.get("result_chord_expires")
+        expires = self.expires if given is None else self.prepare_expires(given)
+        return float(expires) if expires else None
