@@ -21,6 +21,11 @@ def task(**headers):
     return {"headers": {"task": "t", "id": "i", **headers}}
 
 
+def without_lease(message):
+    """The headers, less the lease under which the message was delivered."""
+    return {name: value for name, value in message.headers.items() if name != "taskgate_lease"}
+
+
 def test_an_eta_is_waited_for_in_the_database(connect, clock):
     connection = connect()
     eta = at(clock, 60)
@@ -40,7 +45,7 @@ def test_an_eta_is_waited_for_in_the_database(connect, clock):
         drain(connection, taken, 2)
     assert taken.bodies == ["now", "later"]
     # Or Celery's worker would put it on its own timer.
-    assert taken[1].headers == {"task": "t", "id": "i", "eta": None, "taskgate_eta": eta}
+    assert without_lease(taken[1]) == {"task": "t", "id": "i", "eta": None, "taskgate_eta": eta}
 
 
 def test_an_eta_that_has_passed_is_neutralised_too_and_again_when_redelivered(connect, clock):
@@ -50,7 +55,22 @@ def test_an_eta_that_has_passed_is_neutralised_too_and_again_when_redelivered(co
     first = connection.default_channel.basic_get("q")
     first.requeue()
     second = connection.default_channel.basic_get("q")
-    assert first.headers == second.headers == {"task": "t", "id": "i", "eta": None, "taskgate_eta": eta}
+    assert without_lease(first) == without_lease(second) == {"task": "t", "id": "i", "eta": None, "taskgate_eta": eta}
+    (lease, other) = (message.headers["taskgate_lease"] for message in (first, second))
+    assert lease[0] == other[0]
+    assert lease[1] < other[1]
+
+
+def test_what_is_said_of_a_delivery_is_not_published_again(connect, clock):
+    """A retry carries the headers of the message on, and is delivered by a lease of its own, at a time of its own."""
+    connection = connect()
+    publish(connection, "q", 1, **task(eta=at(clock, -60)))
+    first = connection.default_channel.basic_get("q")
+    publish(connection, "q", 2, headers=first.headers)
+    first.ack()
+    second = connection.default_channel.basic_get("q")
+    assert second.headers["taskgate_lease"] != first.headers["taskgate_lease"]
+    assert "taskgate_eta" not in second.headers
 
 
 def test_the_same_instant_in_any_zone(connect, clock):
