@@ -110,13 +110,22 @@ class Broker(Protocol):
         *,
         owner: str = "",
         session: Session | None = None,
+        begin: Sequence[Lease] = (),
     ) -> tuple[list[Lease], list[Claim]]:
-        """``ack_many(leases)`` and a ``dequeue`` that does not wait, in one transaction where there is one.
+        """``ack_many(leases)``, ``begin_many(begin)`` and a ``dequeue`` that does not wait, in one transaction.
 
-        Returns the refused leases and the claims. ``limit`` 0 or no queues: acks only.
+        Returns the refused leases and the claims. ``limit`` 0 or no queues: nothing is claimed.
         """
 
     # -- settling -----------------------------------------------------------------------------------
+
+    def begin_many(self, leases: Sequence[Lease]) -> list[Lease]:
+        """Note that these runs have begun and must not be repeated; return those whose token is not current.
+
+        The execution stays ``running`` under its lease until it is settled. What would make it ``pending`` again
+        (a lost lease, whatever ``lease_lost_max`` says; ``requeue``; ``close_session``) makes it ``failed`` from now
+        on (reason ``lost``), or ``canceled`` if it is marked. ``fail`` may still put it back: then it has not begun.
+        """
 
     def ack(self, lease: Lease, result: bytes | None = None) -> None:
         """Settle as ``completed`` and wake children in the same transaction.
@@ -148,7 +157,8 @@ class Broker(Protocol):
         after ``delay`` (s). Throttled: throttled+1, attempts untouched; at ``throttled_max`` → ``failed``.
         Skip: ``failed``. Lost: what ``reap_expired`` does with a lease that has run out, at once: canceled-marked →
         ``canceled``, else lease_lost+1 → ``failed`` at ``lease_lost_max``, or ``pending`` where it stood; it takes no
-        time. Entering ``failed`` cancels fail-fast children, chain-wise; the others see a parent that has ended.
+        time. Of one that has begun see ``begin_many``. Entering ``failed`` cancels fail-fast children, chain-wise; the
+        others see a parent that has ended.
         ``reason`` defaults to the kind's (skip: rejected, lost: lease_lost). What would be ``retrying`` but is
         canceled-marked becomes ``canceled``.
 

@@ -42,6 +42,7 @@ from .model import (
     FINAL,
     NO_TOKEN,
     WAITING,
+    WAS_BEGUN,
     Claim,
     FailKind,
     Filter,
@@ -302,9 +303,11 @@ class MemoryBroker:
         *,
         owner: str = "",
         session: Session | None = None,
+        begin: Sequence[Lease] = (),
     ) -> tuple[list[Lease], list[Claim]]:
         with self._transaction() as changes:
             refused = self._each(leases, lambda row: self._complete(row, None, changes))
+            refused += self._each(begin, _begin)
             claims = self._claim(queues, limit, owner, session, changes) if queues and limit > 0 else []
             return refused, claims
 
@@ -372,6 +375,10 @@ class MemoryBroker:
 
     # -- settling -----------------------------------------------------------------------------------
 
+    def begin_many(self, leases: Sequence[Lease]) -> list[Lease]:
+        with self._transaction():
+            return self._each(leases, _begin)
+
     def ack(self, lease: Lease, result: bytes | None = None) -> None:
         with self._transaction() as changes:
             self._complete(self._held(lease), result, changes)
@@ -434,6 +441,8 @@ class MemoryBroker:
             row.deliveries -= 1
         if row.cancel_requested:  # nobody would tell the next holder in time
             self._end(row, State.CANCELED, changes, Reason.CANCELED)
+        elif row.begun:
+            self._end(row, State.FAILED, changes, Reason.LOST, WAS_BEGUN)
         else:
             self._move(row, State.PENDING, changes)
 
@@ -506,7 +515,10 @@ class MemoryBroker:
             self._end(row, State.CANCELED, changes, Reason.CANCELED)
             return row.state
         row.lease_lost += 1
-        if row.lease_lost >= self.settings.lease_lost_max:
+        if row.begun:
+            said = WAS_BEGUN if detail is None else f"{detail}: {WAS_BEGUN}"
+            self._end(row, State.FAILED, changes, reason or Reason.LOST, said)
+        elif row.lease_lost >= self.settings.lease_lost_max:
             usual = f"{row.lease_lost} workers lost their lease on it"
             self._end(row, State.FAILED, changes, reason or Reason.LEASE_LOST, detail or usual)
         else:
@@ -760,6 +772,7 @@ class MemoryBroker:
         changes.append(StateChange(row.id, row.queue, row.state, state))
         row.state = state
         row.token = NO_TOKEN
+        row.begun = False
         row.session = row.lease_until = None
         if state not in FINAL:
             row.owner = None  # of one that has ended it is shown who held it last
@@ -812,6 +825,10 @@ class MemoryBroker:
 
 
 _by_id = attrgetter("id")
+
+
+def _begin(row: _Row) -> None:
+    row.begun = True
 
 
 def _earliest(*instants: int | None) -> int | None:

@@ -40,8 +40,22 @@ def _results(conn: sa.Connection, tables: Tables) -> None:
         table.create(conn, checkfirst=True)
 
 
+def _begun(conn: sa.Connection, tables: Tables) -> None:
+    _add_columns(conn, tables.tasks, "begun")
+
+
+def _add_columns(conn: sa.Connection, table: sa.Table, *names: str) -> None:
+    """Add columns to a table, unless it has them."""
+    known = {column["name"] for column in sa.inspect(conn).get_columns(table.name, schema=table.schema)}
+    spelled = conn.dialect.identifier_preparer.format_table(table)
+    for name in names:
+        if name not in known:
+            column = sa.schema.CreateColumn(table.c[name]).compile(dialect=conn.dialect)
+            conn.exec_driver_sql(f"ALTER TABLE {spelled} ADD COLUMN {column}")
+
+
 #: Step n brings version n-1 to version n.
-STEPS: tuple[Step, ...] = (_tasks_and_leases, _topology, _consumers, _revocations, _results)
+STEPS: tuple[Step, ...] = (_tasks_and_leases, _topology, _consumers, _revocations, _results, _begun)
 SCHEMA_VERSION = len(STEPS)
 
 

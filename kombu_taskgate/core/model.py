@@ -12,6 +12,12 @@ MAX_NAME = 255
 #: Lease token that no claim ever issues; it never matches.
 NO_TOKEN = 0
 
+#: Why an execution that had begun (see ``Broker.begin_many``) is not delivered again.
+WAS_BEGUN = (
+    "it was acknowledged when it started, and the end of its run was never told; acknowledge it when it has ended "
+    "(in Celery: task_acks_late = True and task_reject_on_worker_lost = True) and it runs again instead"
+)
+
 
 class State(str, Enum):
     """State of one execution; the last three are final."""
@@ -54,7 +60,7 @@ class FailKind(str, Enum):
     #: Do not try again: ``failed`` at once.
     SKIP = "skip"
     #: What ran it died, as far as the holder of the lease can tell: ``lease_lost`` grows as when the lease is reaped,
-    #: only at once; at ``lease_lost_max`` it becomes ``failed``, else it is ``pending``.
+    #: only at once; at ``lease_lost_max``, or when it had begun, it becomes ``failed``, else it is ``pending``.
     LOST = "lost"
 
 
@@ -65,6 +71,8 @@ class Reason(str, Enum):
     THROTTLED = "throttled"
     REJECTED = "rejected"
     LEASE_LOST = "lease_lost"
+    #: Its run had been acknowledged when it began, and nobody has told its end.
+    LOST = "lost"
     MAX_DELIVERIES = "max_deliveries"
     UNDECODABLE = "undecodable"
     CANCELED = "canceled"
@@ -143,6 +151,7 @@ class Task:
     owner: str | None = None
     lease_until: int | None = None
     cancel_requested: bool = False
+    begun: bool = False
     reason: str | None = None
     detail: str | None = None
     result: bytes | None = None

@@ -114,6 +114,9 @@ class Tables:
             sa.Column("detail", self._dialect.text_type),
             sa.Column("payload", self._dialect.blob_type, nullable=False),
             sa.Column("result", self._dialect.blob_type),
+            # What later versions have added stands last, where ALTER TABLE puts it.
+            # 1: the run has been acknowledged when it began, and is not to be repeated.
+            sa.Column("begun", sa.SmallInteger, nullable=False, server_default="0"),
             self._claim_index(),
             self._index("tasks_later", "lane", "run_at", "queue", where=f"lane >= {LANE_DELAYED}"),
             self._index("tasks_lease", "session", "lease_until", where="state = 'running'"),

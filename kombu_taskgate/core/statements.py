@@ -331,8 +331,14 @@ class Statements:
             t.max_retry,
             t.throttled,
             t.lease_lost,
+            t.begun,
         )
         return self._locking(query.where(*self._held()).order_by(t.id), skip=False)
+
+    @cached_property
+    def begin(self) -> Statement:
+        """Note of leases that are current that their runs have begun."""
+        return sa.update(self.tables.tasks).where(*self._held()).values(begun=1)
 
     @cached_property
     def count_held(self) -> Statement:
@@ -355,6 +361,7 @@ class Statements:
                 session=None,
                 lease_until=None,
                 cancel_mark=0,
+                begun=0,
                 pending_parents=0,
             )
         )
@@ -389,7 +396,7 @@ class Statements:
         return (
             sa.update(self.tables.tasks)
             .where(_in(self._t.id, "p_ids"))
-            .values(state=state.value, run_at=run_at, lane=lane, session=None, owner=None, lease_until=None)
+            .values(state=state.value, run_at=run_at, lane=lane, session=None, owner=None, lease_until=None, begun=0)
         )
 
     @cached_property
@@ -523,7 +530,7 @@ class Statements:
     def lock_session_leases(self) -> Statement:
         """What a holder holds, locked in id order."""
         t = self._t
-        query = sa.select(t.id, t.queue, t.state, t.linked, t.cancel_mark).where(
+        query = sa.select(t.id, t.queue, t.state, t.linked, t.cancel_mark, t.begun).where(
             t.session == sa.bindparam("p_id"), t.state == sa.literal_column("'running'")
         )
         return self._locking(query.order_by(t.id), skip=False)
@@ -564,7 +571,9 @@ class Statements:
 
     def _lost(self, whose: sa.ColumnElement[bool]) -> Statement:
         t = self._t
-        query = sa.select(t.id, t.queue, t.state, t.linked, t.cancel_mark, t.lease_lost).where(whose, *self._out)
+        query = sa.select(t.id, t.queue, t.state, t.linked, t.cancel_mark, t.lease_lost, t.begun).where(
+            whose, *self._out
+        )
         return self._locking(query.limit(sa.bindparam("p_limit")), skip=True)
 
     @property

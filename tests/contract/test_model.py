@@ -134,12 +134,13 @@ WAYS: dict[str, Callable[[Broker, Lease, int], Any]] = {
     "requeue unseen": lambda broker, lease, now: broker.requeue(lease, delivered=False),
     "skip": lambda broker, lease, now: broker.fail(lease, FailKind.SKIP, reason=Reason.UNDECODABLE, detail="why"),
     "throttle": lambda broker, lease, now: broker.fail(lease, FailKind.THROTTLED, delay=2.0),
+    "begin": lambda broker, lease, now: len(broker.begin_many([lease])),
     "lose": lambda broker, lease, now: broker.fail(lease, FailKind.LOST, detail="killed"),
 }
 
 
 #: Often a cancel, because what follows from one takes a second way.
-SOME_WAY = st.sampled_from(["cancel"] * 5 + sorted(WAYS))
+SOME_WAY = st.sampled_from(["cancel"] * 5 + ["begin"] * 3 + sorted(WAYS))
 
 
 def _outcome(side: Side, call: Callable[[], Any]) -> Any:
@@ -304,11 +305,17 @@ class Commands(RuleBasedStateMachine):
 
         self.both(command)
 
-    @rule(numbers=st.lists(AGO, max_size=3), queue=st.sampled_from(QUEUES), limit=st.integers(0, 3))
-    def ack_and_dequeue(self, numbers: list[int], queue: str, limit: int) -> None:
+    @rule(
+        numbers=st.lists(AGO, max_size=3),
+        queue=st.sampled_from(QUEUES),
+        limit=st.integers(0, 3),
+        begin=st.lists(AGO, max_size=2, unique=True),
+    )
+    def ack_and_dequeue(self, numbers: list[int], queue: str, limit: int, begin: list[int]) -> None:
         def command(side: Side) -> Any:
             leases = [side.lease(number) for number in numbers]
-            refused, claims = side.broker.ack_and_dequeue(leases, [queue], limit, owner="w")
+            begun = sorted((side.lease(number) for number in begin), key=lambda lease: lease.id)
+            refused, claims = side.broker.ack_and_dequeue(leases, [queue], limit, owner="w", begin=begun)
             return [side.number(lease.id) for lease in refused], _claims(side, claims)
 
         self.both(command)

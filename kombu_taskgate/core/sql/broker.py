@@ -283,6 +283,7 @@ class SqlBroker:
         *,
         owner: str = "",
         session: Session | None = None,
+        begin: Sequence[Lease] = (),
     ) -> tuple[list[Lease], list[Claim]]:
         """See the contract."""
         claimer = claim.Claimer(storable(owner), session, returning=self._update_returning and self._notify is None)
@@ -291,6 +292,8 @@ class SqlBroker:
 
         def part(work: Work) -> tuple[list[Lease], list[Claim]]:
             refused = settle.ack_many(work, leases, returning=self._delete_returning) if leases else []
+            if begin:
+                refused += settle.begin_many(work, begin)
             if look:
                 claim.promote(work)
             return refused, claim.claim(work, names, limit, claimer) if names else []
@@ -299,10 +302,11 @@ class SqlBroker:
             refused, claims = result
             if claims:
                 return settle.count_current(conn, self.sql.count_held, claims) > 0
-            return self._settled(leases)(conn, refused)
+            # To note a beginning twice does no harm.
+            return (bool(leases) or not begin) and self._settled(leases)(conn, refused)
 
         # After a claim that found nothing: an idle worker locks nothing.
-        if not leases and (not names or (self._quiet and not self._looks.anything(names))):
+        if not leases and not begin and (not names or (self._quiet and not self._looks.anything(names))):
             return [], []
         if names:
             # What it does not find may be locked by others, or expired and so much that not all could be dropped.
@@ -326,6 +330,10 @@ class SqlBroker:
         return True
 
     # -- settling ------------------------------------------------------------------------------------
+
+    def begin_many(self, leases: Sequence[Lease]) -> list[Lease]:
+        """See the contract."""
+        return self.ack_and_dequeue((), (), 0, begin=leases)[0]
 
     def ack(self, lease: Lease, result: bytes | None = None) -> None:
         """See the contract."""

@@ -29,6 +29,7 @@ def to_task(row: Any) -> Task:
         key=row.key_,
         fail_fast=bool(row.fail_fast),
         cancel_requested=bool(row.cancel_mark),
+        begun=bool(row.begun),
         result=None if row.result is None else bytes(row.result),
     )
 

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from ..clock import to_ms
 from ..errors import LeaseLost
-from ..model import FailKind, Lease, Reason, State
+from ..model import WAS_BEGUN, FailKind, Lease, Reason, State
 from .links import finish, remove, tell_children
 from .work import Work, chunks
 
@@ -53,6 +53,17 @@ def _refused(leases: Sequence[Lease], settled: set[tuple[int, int]]) -> list[Lea
             settled.remove(key)
         else:
             refused.append(lease)
+    return refused
+
+
+def begin_many(work: Work, leases: Sequence[Lease]) -> list[Lease]:
+    """Note that runs have begun; returns the refused leases. One statement, unless one is refused."""
+    refused: list[Lease] = []
+    for part in chunks(sorted(leases, key=lambda lease: lease.id)):
+        keys = keys_of(part)
+        if work.run(work.sql.begin, **keys).rowcount != len(part):
+            current = {(row.id, row.token) for row in work.run(work.sql.marks, **keys)}
+            refused.extend(lease for lease in part if (lease.id, lease.token) not in current)
     return refused
 
 
@@ -140,15 +151,18 @@ def lose(
     counted = [row for row in rows if not row.cancel_mark]
     for part in chunks(counted):
         work.run(work.sql.count_loss, p_ids=[row.id for row in part])
-    worn = [row for row in counted if row.lease_lost + 1 >= work.settings.lease_lost_max]
+    begun = [row for row in counted if row.begun]
+    worn = [row for row in counted if row.lease_lost + 1 >= work.settings.lease_lost_max and not row.begun]
     finish(work, marked, State.CANCELED, Reason.CANCELED)
+    said = WAS_BEGUN if detail is None else f"{detail}: {WAS_BEGUN}"
+    finish(work, begun, State.FAILED, reason or Reason.LOST, detail=said)
     usual = f"{work.settings.lease_lost_max} workers lost their lease on it"
     finish(work, worn, State.FAILED, reason or Reason.LEASE_LOST, detail=detail or usual)
-    ended = {row.id for row in worn}
+    ended = {row.id for row in (*worn, *begun)}
     give_back(work, [row for row in counted if row.id not in ended])
     states = {row.id: State.PENDING for row in counted}
     states.update((row.id, State.CANCELED) for row in marked)
-    states.update((row.id, State.FAILED) for row in worn)
+    states.update((id, State.FAILED) for id in ended)
     return states
 
 
@@ -163,11 +177,14 @@ def requeue_many(work: Work, leases: Sequence[Lease], *, delivered: bool) -> lis
 
 
 def give_back(work: Work, rows: Sequence[Any]) -> None:
-    """Make locked running rows pending again, or canceled where that was asked for."""
+    """Make locked running rows pending again, canceled where that was asked for, or failed where they had begun."""
     marked = [row for row in rows if row.cancel_mark]
-    plain = [row for row in rows if not row.cancel_mark]
+    begun = [row for row in rows if row.begun and not row.cancel_mark]
+    plain = [row for row in rows if not (row.cancel_mark or row.begun)]
     if marked:
         finish(work, marked, State.CANCELED, Reason.CANCELED)
+    if begun:
+        finish(work, begun, State.FAILED, Reason.LOST, detail=WAS_BEGUN)
     for part in chunks(plain):
         work.run(work.sql.give_back, p_ids=[row.id for row in part])
     work.woken.update(row.queue for row in plain)

@@ -44,6 +44,7 @@ WRITES: dict[str, Call] = {
     "ack": lambda broker, lease, id: broker.ack(lease),
     "ack_result": lambda broker, lease, id: broker.ack(lease, b"result"),
     "ack_many": lambda broker, lease, id: broker.ack_many([lease]),
+    "begin_many": lambda broker, lease, id: len(broker.begin_many([lease])),
     "ack_and_dequeue": lambda broker, lease, id: [len(part) for part in broker.ack_and_dequeue([lease], [QUEUE], 5)],
     "business": lambda broker, lease, id: broker.fail(lease, FailKind.BUSINESS, delay=60),
     "throttled": lambda broker, lease, id: broker.fail(lease, FailKind.THROTTLED, delay=60),
@@ -62,6 +63,8 @@ WRITES: dict[str, Call] = {
     "reap": lambda broker, lease, id: broker.reap_expired(),
     "quota": lambda broker, lease, id: broker.queue_quota("k", 1, 60.0) is not None,
 }
+#: Columns that were added to the tables of the first version.
+ADDED = ("begun",)
 #: Calls that are simply done again when the outcome is unknown; what they count the second time is less.
 COUNTING = {"reap", "purge"}
 
@@ -92,6 +95,18 @@ def _schema(broker: SqlBroker) -> dict[str, Any]:
         indexes = {str(index["name"]): _plain(index) for index in inspector.get_indexes(table.name)}
         found[table.name] = (columns, inspector.get_pk_constraint(table.name), indexes)
     return found
+
+
+def _back_to_the_first(broker: SqlBroker) -> None:
+    """Take from the tables of the first version what has been added to them since."""
+    import sqlalchemy as sa
+
+    tasks = broker.tables.tasks
+    with broker.database.engine.connect() as conn:
+        table = conn.dialect.identifier_preparer.format_table(tasks)
+        for column in ADDED:
+            conn.exec_driver_sql(f"ALTER TABLE {table} DROP COLUMN {column}")
+        conn.execute(sa.update(broker.tables.version).values(version=1))
 
 
 def _plain(value: Any) -> Any:
@@ -380,6 +395,19 @@ class SqlCases(Cases):
         assert migrations.upgrade(broker.database, broker.tables) == migrations.SCHEMA_VERSION
         assert _schema(broker) == fresh
         assert put(broker) > 0
+
+    def test_upgrade_adds_what_is_missing(self, sql_store: Store) -> None:
+        """Tables as the first version made them get what later versions have added; what they hold stays."""
+        from kombu_taskgate.core import migrations
+
+        broker = self._open(sql_store)
+        fresh = _schema(broker)
+        id = put(broker, payload=b"old")
+        _back_to_the_first(broker)
+        assert _schema(broker) != fresh
+        migrations.upgrade(broker.database, broker.tables)
+        assert _schema(broker) == fresh
+        assert (broker.get(id).payload, take(broker).id) == (b"old", id)
 
     def test_two_starters(self, sql_store: Store) -> None:
         """Processes that start together on an empty database make one schema, and all work at once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .begin import BeginCases
 from .cancel import CancelCases
 from .chords import ChordCases
 from .claim import ClaimCases
@@ -25,6 +26,7 @@ class BrokerContract(
     ClaimCases,
     SettleCases,
     LeaseCases,
+    BeginCases,
     SessionCases,
     DependencyCases,
     CancelCases,
