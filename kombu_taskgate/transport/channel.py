@@ -470,17 +470,30 @@ class Channel(StdChannel):
         """Give back a message that nobody has begun to work on: as if it had not been delivered (not in AMQP)."""
         self._settle(delivery_tag, Action.RETURN)
 
+    def basic_begin(self, delivery_tag: int) -> None:
+        """Acknowledge a message because its run begins: it is delivered no more (not in AMQP).
+
+        It takes up no place in the prefetch window any more. Its lease is kept until :meth:`basic_ack` tells that the
+        run has ended; should that never be told, the message becomes a dead letter instead of being lost.
+        """
+        if self._may_settle(delivery_tag, Action.BEGIN) and self._engine is not None:
+            self._engine.begin(self._window, delivery_tag)
+
     def _settle(self, delivery_tag: int, action: Action, *, multiple: bool = False, detail: str | None = None) -> None:
+        if self._may_settle(delivery_tag, action) and self._engine is not None:
+            self._engine.settle(self._window, delivery_tag, action, multiple=multiple, detail=detail)
+
+    def _may_settle(self, delivery_tag: int, action: Action) -> bool:
         if self._engine is None:
-            return
+            return False
         if self.closed and not self._engine.settles_after_close:
             logger.info(
                 "%s of delivery %s came after its channel was closed and does nothing: the message has been given back",
                 action.value,
                 delivery_tag,
             )
-        else:
-            self._engine.settle(self._window, delivery_tag, action, multiple=multiple, detail=detail)
+            return False
+        return True
 
     def basic_recover(self, requeue: bool = False) -> None:
         """Requeue everything that is unsettled on the channel; another consumer may get it."""

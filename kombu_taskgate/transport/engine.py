@@ -57,6 +57,11 @@ LAST_TRY = 5.0
 COLLECT_AFTER = 2.0
 #: Seconds without a consumer and without anything to settle after which an engine rests, until it is used again.
 REST_AFTER = 30.0
+#: Seconds between two looks for runs that nobody will end; a turn for something else has to come along.
+FORGOTTEN_EVERY = 5.0
+#: What is said of an execution whose run had begun, and can't be ended any more.
+_CLOSED = "the channel that it came through was closed before the end of its run was told"
+_FORGOTTEN = "its worker has forgotten it"
 #: LOOK of a consumer that can't start anything at the moment; it costs the database nothing.
 LOOK_FOR_ROOM = 0.05
 
@@ -129,6 +134,7 @@ class DeliveryEngine:
         self._looking = Looking(self.settings, self.broker.due_in)
         self._rested_at = 0.0
         self._upkeep_at = 0.0
+        self._forgotten_at = 0.0
         self._retry_at = 0.0
         self._retry_pause = MIN_PAUSE
         self._out_since: float | None = None
@@ -170,7 +176,8 @@ class DeliveryEngine:
 
     def _in_use(self) -> bool:
         consumed = any(window.consumers for window in self._windows)
-        return consumed or not self._idle() or bool(self._pending) or self._retired is not None or self._stopping
+        holds = any(window.holds for window in self._windows)
+        return consumed or holds or bool(self._pending) or self._retired is not None or self._stopping
 
     def stop(self) -> None:
         """Stop claiming, write the settlements that wait, give everything else back, stop the threads. Idempotent."""
@@ -328,8 +335,28 @@ class DeliveryEngine:
         """Settle deliveries by tag. From any thread; does not wait for the database. Unknown tags are ignored."""
         with self._lock:
             room = window.free(no_ack=False)
-            self._add(window.take(tag, multiple=multiple), action, detail)
+            taken = window.take(tag, multiple=multiple)
+            # Settling all up to a tag is no word about what has been acknowledged before.
+            self._add(taken, action, detail)
+            if not (taken or multiple):
+                begun = Action.INTERRUPTED if action is Action.LOST else action
+                self._add(window.take_begun(tag), begun, detail)
             self._room_changed(window, room)
+
+    def begin(self, window: Window, tag: int) -> None:
+        """Take a delivery for acknowledged because its run begins; :meth:`settle` it when that has ended.
+
+        It is written like an acknowledgement, unless it is settled by then. From any thread; does not wait for the
+        database. Unknown tags are ignored.
+        """
+        with self._lock:
+            room = window.free(no_ack=False)
+            delivery = window.begin(tag)
+            if delivery is not None:
+                self._pending.add(Settlement(delivery, Action.BEGIN, time.monotonic()))
+                if len(self._pending.begins) == 1:
+                    self._work.notify()
+                self._room_changed(window, room)
 
     def recover(self, window: Window) -> None:
         """Requeue everything that a channel has delivered and not settled."""
@@ -492,6 +519,8 @@ class DeliveryEngine:
         self._add(window.take_buffered(), Action.RETURN)
         seen = window.take_all()
         self._add(seen, Action.REQUEUE)
+        # Nobody will be able to tell its end.
+        self._add(window.take_begun(), Action.INTERRUPTED, _CLOSED)
         return len(seen)
 
     def _add(self, deliveries: Sequence[Delivery], action: Action, detail: str | None = None) -> None:
@@ -537,6 +566,9 @@ class DeliveryEngine:
         elif self._pending.acks:
             enough = idle or len(self._pending.acks) >= self._enough_acks()
             due = max(rested, now if enough else self._pending.acks[0].since + self._options.ack_delay)
+        begun = self._pending.oldest_begin()
+        if begun is not None:
+            due = min(due, max(rested, begun + self._options.ack_delay))
         if self._retired is not None:
             due = min(due, self._look_at)
         else:
@@ -613,10 +645,13 @@ class DeliveryEngine:
         if self._retired is not None:
             self._give_back_abandoned()
         began = time.monotonic()
+        if began >= self._forgotten_at:
+            self._forgotten_at = began + FORGOTTEN_EVERY
+            self._end_forgotten()
         with self._lock:
-            batch, self._pending = self._pending, Batch()
+            batch = self._pending.split(began - self._options.ack_delay)
             # Where something is acknowledged, a look costs no transaction of its own.
-            intakes = self._intakes(anyway=bool(batch.acks))
+            intakes = self._intakes(anyway=bool(batch.acks or batch.begins))
             wakes = self._wakes
         asked = bool(batch)
         requests: list[Request] = []
@@ -632,6 +667,7 @@ class DeliveryEngine:
                         request.limit,
                         owner=self._owner,
                         session=request.session,
+                        begin=[settlement.claim for settlement in batch.begins],
                     )
                     self._settler.acked(batch, refused)
                     request.found = len(claims)
@@ -788,7 +824,7 @@ class DeliveryEngine:
 
     def _write_pending(self) -> None:
         with self._lock:
-            batch, self._pending = self._pending, Batch()
+            batch = self._pending.split(math.inf)
         self._write_at_once(batch)
 
     def _fetch(self, window: Window, queue: str, *, no_ack: bool) -> Delivery | None:
@@ -848,10 +884,19 @@ class DeliveryEngine:
                 for delivery in window.unsettled:
                     if delivery.message is None or delivery.message() is None:
                         self._add(window.take(delivery.tag), Action.REQUEUE)
+        self._end_forgotten()
+
+    def _end_forgotten(self) -> None:
+        """Runs that were acknowledged when they began, and whose message nobody has any more: nobody will end them."""
+        with self._lock:
+            for window in self._windows:
+                for delivery in window.begun:
+                    if delivery.message is None or delivery.message() is None:
+                        self._add(window.take_begun(delivery.tag), Action.INTERRUPTED, _FORGOTTEN)
 
     def _let_go(self) -> bool:
         with self._lock:
-            return not self._pending and not any(window.outstanding for window in self._windows)
+            return not self._pending and not any(window.holds for window in self._windows)
 
     # -- outages -----------------------------------------------------------------------------------
 
@@ -887,7 +932,7 @@ class DeliveryEngine:
                 if delivery is None:
                     continue
                 # Of one that is being settled the database's answer will tell.
-                if delivery.stage is Stage.DELIVERED:
+                if delivery.stage in (Stage.DELIVERED, Stage.BEGUN):
                     lost.append(delivery.claim)
                 room = delivery.window.free(no_ack=False)
                 delivery.window.discard(delivery)

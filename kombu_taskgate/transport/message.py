@@ -64,6 +64,7 @@ class Message(base.Message):
         )
         #: How what worked on it died. A rejection that requeues is then a loss, and is counted as one.
         self.lost: str | None = None
+        self._begun = False
 
     def reject(self, requeue: bool = False) -> None:
         """Make it a dead letter, or give it back.
@@ -76,6 +77,37 @@ class Message(base.Message):
             return
         self.channel.basic_lost(self.delivery_tag, self.lost)
         self._state = "REQUEUED"
+
+    def begin(self) -> None:
+        """Acknowledge it because its run begins; :meth:`done` tells the end.
+
+        To kombu it is acknowledged from now on. Its execution stays, so that it is known that it runs, and that it was
+        lost should its end never be told. It is delivered no more whatever happens. From any thread.
+
+        Raises:
+            MessageStateError: it was settled before.
+        """
+        if self.acknowledged:
+            raise self.MessageStateError(f"Message already acknowledged with state: {self._state}")
+        self.channel.basic_begin(self.delivery_tag)
+        self._state = "ACK"
+        self._begun = True
+
+    def done(self) -> None:
+        """Tell that the run that has begun is over. From any thread; only the first of several ends counts."""
+        if self._begun:
+            self._begun = False
+            self.channel.basic_ack(self.delivery_tag)
+
+    def interrupted(self, detail: str) -> None:
+        """Tell that the run that has begun was ended from outside, so that it becomes a dead letter. As :meth:`done`.
+
+        Args:
+            detail: how, for whoever finds the dead letter.
+        """
+        if self._begun:
+            self._begun = False
+            self.channel.basic_lost(self.delivery_tag, detail)
 
     def give_back(self) -> None:
         """Give it back as if it had never been delivered: nobody has begun to work on it, and nobody will.

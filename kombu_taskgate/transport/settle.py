@@ -9,7 +9,7 @@ from enum import Enum
 
 from ..core.broker import Broker
 from ..core.errors import LeaseLost, TaskgateError, TaskNotFound
-from ..core.model import Claim, FailKind, Lease, Reason, State
+from ..core.model import WAS_BEGUN, Claim, FailKind, Lease, Reason, State
 from .window import Delivery, Stage
 
 logger = logging.getLogger("kombu_taskgate.transport")
@@ -19,6 +19,8 @@ class Action(Enum):
     """What a settlement asks for."""
 
     ACK = "ack"
+    #: Its run has begun and is not to be repeated; it is settled when that has ended.
+    BEGIN = "beginning"
     #: The consumer has seen it.
     REQUEUE = "requeue"
     #: Nobody has seen it.
@@ -26,6 +28,8 @@ class Action(Enum):
     REJECT = "reject"
     #: What ran it died.
     LOST = "loss"
+    #: Its run had begun and nobody will tell the end, whether or not the beginning has been written by now.
+    INTERRUPTED = "loss after it had begun"
     UNDECODABLE = "undecodable"
     CANCELED = "finish as canceled"
 
@@ -53,20 +57,39 @@ class Batch:
 
     acks: list[Settlement] = field(default_factory=list)
     others: list[Settlement] = field(default_factory=list)
+    begins: list[Settlement] = field(default_factory=list)
 
     def add(self, settlement: Settlement) -> None:
         """Add one, in the order in which they came."""
-        (self.acks if settlement.action is Action.ACK else self.others).append(settlement)
+        {Action.ACK: self.acks, Action.BEGIN: self.begins}.get(settlement.action, self.others).append(settlement)
 
     def put_back(self, older: Batch) -> None:
         """Put what could not be written before what has come since."""
-        for settlement in (*older.acks, *older.others):
+        for settlement in (*older.acks, *older.others, *older.begins):
             settlement.tried = True
         self.acks[:0] = older.acks
         self.others[:0] = older.others
+        self.begins[:0] = older.begins
+
+    def oldest_begin(self) -> float | None:
+        """Since when the oldest beginning waits that still is to be written (monotonic seconds).
+
+        Of a run that has ended meanwhile the end alone is written, if anything: the runs of short tasks mostly begin
+        and end between two turns.
+        """
+        self.begins = [one for one in self.begins if one.delivery.stage is Stage.BEGUN]
+        return self.begins[0].since if self.begins else None
+
+    def split(self, before: float) -> Batch:
+        """Take out what is to be written now: all but the beginnings that are not older than ``before``."""
+        self.oldest_begin()
+        young = [one for one in self.begins if one.since > before]
+        taken = Batch(self.acks, self.others, [one for one in self.begins if one.since <= before])
+        self.acks, self.others, self.begins = [], [], young
+        return taken
 
     def __bool__(self) -> bool:
-        return bool(self.acks or self.others)
+        return bool(self.acks or self.others or self.begins)
 
 
 class Settler:
@@ -109,6 +132,9 @@ class Settler:
                 self._broker.finish_canceled(claim)
             elif action is Action.LOST:
                 self._broker.fail(claim, FailKind.LOST, detail=settlement.detail)
+            elif action is Action.INTERRUPTED:
+                detail = f"{settlement.detail}: {WAS_BEGUN}"
+                self._broker.fail(claim, FailKind.SKIP, reason=Reason.LOST, detail=detail)
             else:
                 reason = Reason.UNDECODABLE if action is Action.UNDECODABLE else Reason.REJECTED
                 self._broker.fail(claim, FailKind.SKIP, reason=reason, detail=settlement.detail)
@@ -117,18 +143,27 @@ class Settler:
         return False
 
     def write_acks(self, batch: Batch) -> None:
-        """Write the acks alone.
+        """Write the acks and the beginnings alone.
 
         Raises:
             StoreUnavailable: they are still in the batch.
         """
-        if batch.acks:
+        if batch.begins:
+            begins = [s.claim for s in batch.begins]
+            refused, _ = self._broker.ack_and_dequeue([s.claim for s in batch.acks], (), 0, begin=begins)
+            self.acked(batch, refused)
+        elif batch.acks:
             self.acked(batch, self._broker.ack_many([s.claim for s in batch.acks]))
 
     def acked(self, batch: Batch, refused: Sequence[Lease]) -> None:
-        """Note that the acks of the batch have been written, and which were refused."""
+        """Note that the acks and the beginnings of the batch have been written, and which were refused."""
         acks, batch.acks = batch.acks, []
+        begins, batch.begins = batch.begins, []
         self._outcome(acks, refused)
+        # Of one that is settled meanwhile the answer to that will tell; one that is written has nothing to tell.
+        lost = {(lease.id, lease.token) for lease in refused}
+        begun = [s for s in begins if s.delivery.stage is Stage.BEGUN]
+        self._outcome([s for s in begun if (s.claim.id, s.claim.token) in lost], refused)
 
     def _outcome(self, settlements: Sequence[Settlement], refused: Sequence[Lease]) -> None:
         lost = {(lease.id, lease.token) for lease in refused}
@@ -155,6 +190,8 @@ class Settler:
 
     def _took_effect(self, settlement: Settlement) -> bool:
         """Whether an earlier attempt, whose answer was lost, was the one that counts."""
+        if settlement.action is Action.BEGIN:
+            return False  # that leaves the lease current
         try:
             task = self._broker.get(settlement.claim.id)
         except TaskNotFound:
@@ -166,5 +203,6 @@ class Settler:
             Action.REJECT: {State.FAILED},
             Action.LOST: {State.PENDING, State.FAILED},
             Action.UNDECODABLE: {State.FAILED},
+            Action.INTERRUPTED: {State.FAILED},
             Action.CANCELED: {State.CANCELED},
         }.get(settlement.action, {State.PENDING})

@@ -30,6 +30,8 @@ class Stage(Enum):
 
     BUFFERED = "buffered"
     DELIVERED = "delivered"
+    #: Acknowledged because its run has begun; it is settled when that has ended.
+    BEGUN = "begun"
     #: Its settlement is on its way; the database's answer decides what has become of it.
     SETTLING = "settling"
     GONE = "gone"
@@ -90,6 +92,8 @@ class Window:
         self._tags = itertools.count(1)
         self._buffer: deque[Delivery] = deque()
         self._unsettled: dict[int, Delivery] = {}
+        #: What has been acknowledged when its run began. It takes up no place.
+        self._begun: dict[int, Delivery] = {}
         self._buffered_no_ack = 0
         #: Unsettled deliveries that take up a place; what was fetched with ``basic_get`` does not.
         self._counted = 0
@@ -137,6 +141,16 @@ class Window:
     def outstanding(self) -> int:
         """How many deliveries somebody here still has to deal with."""
         return len(self._buffer) + len(self._unsettled)
+
+    @property
+    def holds(self) -> int:
+        """How many leases are held for this window: what is outstanding, and what runs although acknowledged."""
+        return self.outstanding + len(self._begun)
+
+    @property
+    def begun(self) -> list[Delivery]:
+        """What has been acknowledged when its run began, and runs."""
+        return list(self._begun.values())
 
     @property
     def unsettled(self) -> list[Delivery]:
@@ -194,6 +208,19 @@ class Window:
         self._counted -= sum(delivery.consumer is not None for delivery in taken)
         return taken
 
+    def begin(self, tag: int) -> Delivery | None:
+        """Take a delivery for acknowledged, though it is not settled yet; ``None`` where there is none to take."""
+        taken = self.take(tag) if tag in self._unsettled else []
+        for delivery in taken:
+            delivery.stage = Stage.BEGUN
+            self._begun[tag] = delivery
+        return taken[0] if taken else None
+
+    def take_begun(self, tag: int | None = None) -> list[Delivery]:
+        """Take out what runs although acknowledged: that one, or all."""
+        tags = list(self._begun) if tag is None else [tag]
+        return [self._begun.pop(known) for known in tags if known in self._begun]
+
     def take_all(self) -> list[Delivery]:
         """Take out every unsettled delivery."""
         return self.take(0, multiple=True)
@@ -218,6 +245,8 @@ class Window:
         """Forget a delivery, wherever it is."""
         if delivery.stage is Stage.BUFFERED:
             self._remove(delivery)
+        elif delivery.tag in self._begun:
+            self.take_begun(delivery.tag)
         else:
             self.take(delivery.tag)
 
