@@ -11,8 +11,8 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache
+from contextlib import contextmanager, nullcontext
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
 from billiard.einfo import ExceptionWithTraceback
@@ -55,6 +55,10 @@ class TaskgateRequest(_Base):
     #: It has begun to run.
     _begun = False
     _given_back = False
+    #: :meth:`on_accepted` is being called, where a message that is not to be acknowledged late is.
+    _accepting = False
+    #: It was acknowledged when it began, and its execution is kept until it ends.
+    _kept = False
     #: What keeps a run that was given back from beginning.
     _stop: type[BaseException] | None = None
 
@@ -71,12 +75,14 @@ class TaskgateRequest(_Base):
         error = exc_info.exception
         if isinstance(error, ExceptionWithTraceback):
             error = error.exc
-        with self._losing(error, isinstance(error, TimeLimitExceeded)):
+        with self._ending(), self._losing(error, isinstance(error, TimeLimitExceeded)):
             return super().on_failure(exc_info, *args, **kwargs)
 
     def on_timeout(self, soft: bool, timeout: float) -> Any:
         """Celery calls it when a time limit has passed; the process is killed when it was the hard one."""
-        with self._losing(None if soft else TimeLimitExceeded(timeout), not soft):
+        # What follows on a soft limit is the task's own matter.
+        ending = nullcontext() if soft else self._ending()
+        with ending, self._losing(None if soft else TimeLimitExceeded(timeout), not soft):
             return super().on_timeout(soft, timeout)
 
     @contextmanager
@@ -92,14 +98,52 @@ class TaskgateRequest(_Base):
         finally:
             self._loss, self._timed_out = None, False
 
+    # -- early acknowledgements ----------------------------------------------------------------------
+
+    def on_success(self, *args: Any, **kwargs: Any) -> Any:
+        """Celery calls it when the pool has run the task, whatever has become of that."""
+        with self._ending():
+            return super().on_success(*args, **kwargs)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Celery makes a class of each task's for speed, with an ``on_success`` that does not call this one's."""
+        super().__init_subclass__(**kwargs)
+        if "on_success" in vars(cls):
+            cls.on_success = _and_end(vars(cls)["on_success"])  # type: ignore[method-assign]  # that is the purpose
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """When this is over, the run is; a message that was acknowledged when it began has served."""
+        try:
+            yield
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        if not self._kept:
+            return
+        self._kept = False
+        if self._already_cancelled and not self._already_revoked:
+            # Celery leaves such a message to be delivered again, which this one never is.
+            self.message.interrupted("the worker ended its run")
+        else:
+            self.message.done()
+
     def acknowledge(self) -> None:
-        """Acknowledge the message."""
+        """Acknowledge the message; one whose run begins is kept until that has ended."""
         _waiting.discard(self)
-        super().acknowledge()
+        if self._kept:
+            self._end()
+        elif self._accepting and not self.acknowledged and isinstance(self.message, Message):
+            self.message.begin()
+            self.acknowledged = self._kept = True
+        else:
+            super().acknowledge()
 
     def reject(self, requeue: bool = False) -> None:
         """Reject the message; one that goes back because its run was lost says so."""
         _waiting.discard(self)
+        self._end()
         # Celery 5.4 rejects for good here what newer versions put back.
         requeue = requeue or self._timed_out
         if requeue and self._loss is not None and isinstance(self.message, Message):
@@ -157,7 +201,11 @@ class TaskgateRequest(_Base):
                 raise self._stop
             self._begun = True
         _waiting.discard(self)
-        return super().on_accepted(pid, time_accepted)
+        self._accepting = not self.task.acks_late
+        try:
+            return super().on_accepted(pid, time_accepted)
+        finally:
+            self._accepting = False
 
     def give_back(self, stop: type[BaseException] | None) -> bool:
         """Give the message back as never delivered, if the task has certainly not begun and can be kept from it.
@@ -178,6 +226,15 @@ class TaskgateRequest(_Base):
         _waiting.discard(self)
         self.message.give_back()
         return True
+
+
+def _and_end(on_success: Any) -> Any:
+    @wraps(on_success)
+    def ends(self: TaskgateRequest, *args: Any, **kwargs: Any) -> Any:
+        with self._ending():
+            return on_success(self, *args, **kwargs)
+
+    return ends
 
 
 def _is_greenlet_exit(error: BaseException) -> bool:

@@ -166,7 +166,8 @@ def _tell_of_early_acks(app: Any) -> None:
         return
     # A warning: at the level of information most workers would never show what they lose.
     logger.warning(
-        "task_acks_late is off: a task is acknowledged when it starts, so what runs when this worker dies is lost. "
+        "task_acks_late is off: a task is acknowledged when it starts, so what runs when this worker dies is lost, "
+        "and kept as a dead letter. "
         "To have it run again, set task_acks_late = True and task_reject_on_worker_lost = True"
     )
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from celery import Celery, Task
 from celery.apps.worker import Worker
-from celery.exceptions import Reject
+from celery.exceptions import Ignore, Reject
 from celery.signals import task_postrun, worker_process_init
 from celery.worker.control import control_command
 
@@ -133,6 +133,20 @@ def kill_once(self: Task) -> None:
     if not self.request.delivery_info["redelivered"]:
         os.kill(os.getpid(), signal.SIGKILL)
     note("end", self)
+
+
+@app.task(bind=True)
+def fail(self: Task) -> None:
+    """Raise an error of the app's own."""
+    note("start", self)
+    raise ValueError("as a test wants it")
+
+
+@app.task(bind=True)
+def ignore(self: Task) -> None:
+    """Want no result."""
+    note("start", self)
+    raise Ignore
 
 
 @app.task(bind=True)
