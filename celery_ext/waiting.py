@@ -41,9 +41,28 @@ UNAVAILABLE = 2.0
 TICK = 1.0
 #: Seconds after which a process in which nobody waits any more stops listening.
 IDLE = 30.0
+#: Before everything that is stored.
+_NOTHING = (0, 0)
 _consumers: weakref.WeakSet[ResultConsumer] = weakref.WeakSet()
 
 OnMessage = Callable[[Any], object]
+
+
+class _Listener:
+    """One of those who want to hear every word about some tasks."""
+
+    def __init__(self, ids: set[str], on_message: OnMessage) -> None:
+        self.ids = ids
+        self.error: Exception | None = None
+        self._on_message = on_message
+
+    def tell(self, meta: Any) -> None:
+        """Whoever looks tells everybody; what a callback raises is the business of whoever has given it."""
+        if self.error is None:
+            try:
+                self._on_message(meta)
+            except Exception as error:  # noqa: BLE001  # raised again in its own thread
+                self.error = error
 
 
 class _Waiting(Drainer):
@@ -70,8 +89,8 @@ class ResultConsumer(BaseResultConsumer):
     def _reset(self) -> None:
         self._changed = threading.Condition()
         self._delivering = threading.RLock()
-        #: Task id -> newest version of its result that was delivered.
-        self._watched: dict[str, int] = {}
+        #: Task id -> when, and as which version, the newest word about it that was delivered was stored.
+        self._watched: dict[str, tuple[int, int]] = {}
         self._new: set[str] = set()
         self._told: set[str] = set()
         self._all = False
@@ -88,8 +107,7 @@ class ResultConsumer(BaseResultConsumer):
         self._waiters = 0
         self._idle_since = 0.0
         self._timer: threading.Timer | None = None
-        #: Of those who wait: ids, and whom to call for each word about them.
-        self._listeners: list[tuple[set[str], OnMessage]] = []
+        self._listeners: list[_Listener] = []
 
     def after_fork(self) -> None:
         """In the child: those who wait are threads of the parent."""
@@ -112,7 +130,7 @@ class ResultConsumer(BaseResultConsumer):
         """Somebody is interested in a task."""
         with self._changed:
             if task_id not in self._watched:
-                self._watched[task_id] = 0
+                self._watched[task_id] = _NOTHING
                 self._new.add(task_id)
                 self._changed.notify_all()
 
@@ -135,13 +153,28 @@ class ResultConsumer(BaseResultConsumer):
         **kwargs: Any,
     ) -> Iterator[None]:
         ids = _ids(result)
-        with self._listening(ids, on_message):
-            yield from self.until(result.on_ready, timeout=timeout, on_interval=on_interval, ids=ids)
+        self._watch_again(result)
+        with self._listening(ids, on_message) as listener:
+            yield from self.until(result.on_ready, timeout=timeout, on_interval=on_interval, ids=ids, listener=listener)
+
+    def _watch_again(self, result: Any) -> None:
+        """What Celery takes to be watched may not be: after a fork, or when its result could not be read."""
+        for one in _leaves(result):
+            if one._cache is None:
+                if self._broken.pop(one.id, None) is not None:
+                    self.cancel_for(one.id)
+                self.consume_from(one.id)
 
     # -- waiting -------------------------------------------------------------------------------------
 
     def until(
-        self, ready: Any, *, timeout: float | None = None, on_interval: Any = None, ids: Collection[str] = ()
+        self,
+        ready: Any,
+        *,
+        timeout: float | None = None,
+        on_interval: Any = None,
+        ids: Collection[str] = (),
+        listener: _Listener | None = None,
     ) -> Iterator[None]:
         """Wait until a promise is fulfilled; yields now and then, at least whenever something has been delivered.
 
@@ -150,6 +183,7 @@ class ResultConsumer(BaseResultConsumer):
             timeout: longest wait in seconds.
             on_interval: called about every second.
             ids: tasks that it depends on: an unreadable result of one of them raises here.
+            listener: what its callback raises is raised here.
 
         Raises:
             celery.exceptions.TimeoutError: it has taken longer.
@@ -160,14 +194,12 @@ class ResultConsumer(BaseResultConsumer):
         with self._waiting():
             while True:
                 seen = self._count
-                if ready.ready:
+                if self._over(ready, ids, listener):
                     return
-                self._raise_broken(ids)
                 if deadline is not None and time.monotonic() >= deadline:
-                    self._look(ids)
-                    if ready.ready:
+                    self._last_look(ids)
+                    if self._over(ready, ids, listener):
                         return
-                    self._raise_broken(ids)
                     raise CeleryTimeoutError("The operation timed out.")
                 self._step(seen, tick if deadline is None else min(tick, deadline))
                 if time.monotonic() >= tick:
@@ -176,11 +208,21 @@ class ResultConsumer(BaseResultConsumer):
                         on_interval()
                 yield
 
-    def _raise_broken(self, ids: Collection[str]) -> None:
-        if self._broken:
-            for id in ids:
-                if id in self._broken:
-                    raise self._broken.pop(id)
+    def _over(self, ready: Any, ids: Collection[str], listener: _Listener | None) -> bool:
+        if listener is not None and listener.error is not None:
+            raise listener.error
+        if ready.ready:
+            return True
+        for id in ids if self._broken else ():
+            if id in self._broken:
+                raise self._broken[id]
+        return False
+
+    def _last_look(self, ids: Collection[str]) -> None:
+        try:
+            self._look(ids)
+        except StoreUnavailable as error:
+            raise CeleryTimeoutError(f"The operation timed out, and the database can't be asked: {error}") from error
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -228,15 +270,15 @@ class ResultConsumer(BaseResultConsumer):
         self.stop()
 
     @contextmanager
-    def _listening(self, ids: set[str], on_message: OnMessage | None) -> Iterator[None]:
+    def _listening(self, ids: set[str], on_message: OnMessage | None) -> Iterator[_Listener | None]:
         if on_message is None:
-            yield
+            yield None
             return
-        listener = (ids, on_message)
+        listener = _Listener(ids, on_message)
         with self._changed:
             self._listeners.append(listener)
         try:
-            yield
+            yield listener
         finally:
             with self._changed:
                 self._listeners.remove(listener)
@@ -277,14 +319,14 @@ class ResultConsumer(BaseResultConsumer):
             self._told.clear()
             self._all = False
         try:
-            self._look_together(ids, sure=urgent)
+            self._look_together(ids, sure=urgent, everything=everything)
         finally:
             with self._changed:
                 self._looking = False
                 self._count += 1
                 self._changed.notify_all()
 
-    def _look_together(self, ids: list[str], *, sure: bool) -> None:
+    def _look_together(self, ids: list[str], *, sure: bool, everything: bool) -> None:
         began = time.monotonic()
         watch = self._watch
         live = watch is not None and watch.live
@@ -296,7 +338,6 @@ class ResultConsumer(BaseResultConsumer):
             self._unavailable(error, ids)
             return
         self._failing = False
-        self._mark = mark
         now = time.monotonic()
         if live:
             self._pause = LOOK_EVERY if now < self._look_on_until else LOOK_ANYWAY
@@ -304,7 +345,12 @@ class ResultConsumer(BaseResultConsumer):
             shortest, longest = (ASK_MIN, ASK_MAX) if mark is None else (PROBE_MIN, PROBE_MAX)
             self._pause = shortest if found or not self._pause else min(longest, self._pause * GROWTH)
         # Whoever waits for thousands does not ask the server for them all the time.
-        self._due = now + max(self._pause, 4 * (now - began))
+        due = now + max(self._pause, 4 * (now - began))
+        if everything:
+            self._due, self._mark = due, mark
+        else:
+            # It says nothing of the others: they are looked for when they would have been.
+            self._due = min(self._due, due)
 
     def _probe(self) -> object | None:
         try:
@@ -344,29 +390,41 @@ class ResultConsumer(BaseResultConsumer):
     def _deliver(self, result: Result) -> bool:
         task_id = result.task_id
         known = self._watched.get(task_id)
-        if known is None or known >= result.version:
+        # The version alone begins anew when the result was deleted meanwhile.
+        word = (result.stored_at, result.version)
+        if known is None or known >= word:
             return False
-        self._watched[task_id] = result.version
+        self._watched[task_id] = word
         try:
             meta = self.backend.meta_of(result)
         except Exception as error:  # noqa: BLE001  # whoever waits for it gets it
             self._broken[task_id] = error
             return True
         with self._changed:
-            listeners = [on_message for ids, on_message in self._listeners if task_id in ids]
-        for on_message in listeners:
-            on_message(meta)
-        self.on_state_change(meta, None)
+            listeners = [listener for listener in self._listeners if task_id in listener.ids]
+        for listener in listeners:
+            listener.tell(meta)
+        try:
+            self.on_state_change(meta, None)
+        except Exception:
+            # A callback of then(): whoever looks has nothing to do with it.
+            logger.exception("a callback for the result of task %s failed", task_id)
         if result.finality is not Finality.OPEN:
             self._watched.pop(task_id, None)
         return True
 
 
-def _ids(result: Any) -> set[str]:
-    """Ids of the tasks that a result, or a set of them, is of."""
+def _leaves(result: Any) -> Iterator[Any]:
+    """The results of single tasks that a result, or a set of them, is of."""
     if isinstance(result, ResultSet):
-        return {id for one in result.results for id in _ids(one)}
-    return {result.id}
+        for one in result.results:
+            yield from _leaves(one)
+    else:
+        yield result
+
+
+def _ids(result: Any) -> set[str]:
+    return {one.id for one in _leaves(result)}
 
 
 def _after_fork() -> None:
