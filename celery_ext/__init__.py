@@ -1,14 +1,28 @@
 """The Celery face of taskgate.
 
 A broker needs nothing from here: with ``broker_url = "taskgate+…"`` kombu finds the transport by itself.
-This package is the home of what needs to know Celery: so far, in which zone an app means a time without one.
+This package is the home of what needs to know Celery, and has the names that tasks import.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from .throttled import Throttled
+
+__all__ = ["Throttled", "__version__"]
+
+#: Where the names for tasks come from. They need Celery, which a program with kombu alone does not load.
+_HOMES = {"Throttled": "throttled"}
 
 #: Version of the installed distribution celery-taskgate.
 __version__: str = version("celery-taskgate")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

@@ -20,6 +20,7 @@ from celery.exceptions import TimeLimitExceeded, WorkerLostError
 from celery.utils.imports import symbol_by_name
 from celery.worker import state
 
+from celery_ext.throttled import Throttled
 from kombu_taskgate.transport.message import Message
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class TaskgateRequest(_Base):
     _accepting = False
     #: It was acknowledged when it began, and its execution is kept until it ends.
     _kept = False
+    #: What the task has raised to run later.
+    _throttled: Throttled | None = None
     #: What keeps a run that was given back from beginning.
     _stop: type[BaseException] | None = None
 
@@ -75,6 +78,7 @@ class TaskgateRequest(_Base):
         error = exc_info.exception
         if isinstance(error, ExceptionWithTraceback):
             error = error.exc
+        self._throttled = error if isinstance(error, Throttled) else None
         with self._ending(), self._losing(error, isinstance(error, TimeLimitExceeded)):
             return super().on_failure(exc_info, *args, **kwargs)
 
@@ -143,12 +147,27 @@ class TaskgateRequest(_Base):
     def reject(self, requeue: bool = False) -> None:
         """Reject the message; one that goes back because its run was lost says so."""
         _waiting.discard(self)
+        if self._throttled is not None and isinstance(self.message, Message):
+            self._throttle(self._throttled)
+            return
         self._end()
         # Celery 5.4 rejects for good here what newer versions put back.
         requeue = requeue or self._timed_out
         if requeue and self._loss is not None and isinstance(self.message, Message):
             self.message.lost = self._loss
         super().reject(requeue=requeue)
+
+    def _throttle(self, error: Throttled) -> None:
+        """Put the message back for later; also one that was acknowledged when it began: its row is still there."""
+        if self.acknowledged and not self._kept:
+            return
+        self._kept = False
+        self.message.throttle(error.retry_after, str(error))
+        self.acknowledged = True
+        self.send_event("task-rejected", requeue=True)
+        if self.task.track_started and self.store_errors:
+            # The result says STARTED, which is not true any more.
+            self.task.backend.mark_as_retry(self.id, error, request=self._context)
 
     # -- what a pool can't do ------------------------------------------------------------------------
 

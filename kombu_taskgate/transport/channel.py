@@ -466,6 +466,18 @@ class Channel(StdChannel):
         """
         self._settle(delivery_tag, Action.LOST, detail=detail)
 
+    def basic_throttle(self, delivery_tag: int, delay: float, detail: str | None = None) -> None:
+        """Have a message delivered again later, since something is at its limit now (not in AMQP).
+
+        Also one that has been acknowledged when its run began.
+
+        Args:
+            delivery_tag: of the message.
+            delay: seconds from now.
+            detail: why, for whoever finds the dead letter that it becomes after ``throttled_max`` times.
+        """
+        self._settle(delivery_tag, Action.THROTTLED, detail=detail, delay=delay)
+
     def basic_return_unseen(self, delivery_tag: int) -> None:
         """Give back a message that nobody has begun to work on: as if it had not been delivered (not in AMQP)."""
         self._settle(delivery_tag, Action.RETURN)
@@ -479,9 +491,17 @@ class Channel(StdChannel):
         if self._may_settle(delivery_tag, Action.BEGIN) and self._engine is not None:
             self._engine.begin(self._window, delivery_tag)
 
-    def _settle(self, delivery_tag: int, action: Action, *, multiple: bool = False, detail: str | None = None) -> None:
+    def _settle(
+        self,
+        delivery_tag: int,
+        action: Action,
+        *,
+        multiple: bool = False,
+        detail: str | None = None,
+        delay: float = 0.0,
+    ) -> None:
         if self._may_settle(delivery_tag, action) and self._engine is not None:
-            self._engine.settle(self._window, delivery_tag, action, multiple=multiple, detail=detail)
+            self._engine.settle(self._window, delivery_tag, action, multiple=multiple, detail=detail, delay=delay)
 
     def _may_settle(self, delivery_tag: int, action: Action) -> bool:
         if self._engine is None:

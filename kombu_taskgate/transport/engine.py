@@ -330,17 +330,24 @@ class DeliveryEngine:
             self._announce()
 
     def settle(
-        self, window: Window, tag: int, action: Action, *, multiple: bool = False, detail: str | None = None
+        self,
+        window: Window,
+        tag: int,
+        action: Action,
+        *,
+        multiple: bool = False,
+        detail: str | None = None,
+        delay: float = 0.0,
     ) -> None:
         """Settle deliveries by tag. From any thread; does not wait for the database. Unknown tags are ignored."""
         with self._lock:
             room = window.free(no_ack=False)
             taken = window.take(tag, multiple=multiple)
             # Settling all up to a tag is no word about what has been acknowledged before.
-            self._add(taken, action, detail)
+            self._add(taken, action, detail, delay)
             if not (taken or multiple):
                 begun = Action.INTERRUPTED if action is Action.LOST else action
-                self._add(window.take_begun(tag), begun, detail)
+                self._add(window.take_begun(tag), begun, detail, delay)
             self._room_changed(window, room)
 
     def begin(self, window: Window, tag: int) -> None:
@@ -523,7 +530,9 @@ class DeliveryEngine:
         self._add(window.take_begun(), Action.INTERRUPTED, _CLOSED)
         return len(seen)
 
-    def _add(self, deliveries: Sequence[Delivery], action: Action, detail: str | None = None) -> None:
+    def _add(
+        self, deliveries: Sequence[Delivery], action: Action, detail: str | None = None, delay: float = 0.0
+    ) -> None:
         """Let settlements wait to be written, and start a turn if that makes it due."""
         if not deliveries:
             return
@@ -531,7 +540,7 @@ class DeliveryEngine:
         before = len(self._pending.acks)
         for delivery in deliveries:
             delivery.stage = Stage.SETTLING
-            self._pending.add(Settlement(delivery, action, now, detail))
+            self._pending.add(Settlement(delivery, action, now, detail, delay))
         reached = before < self._enough_acks() <= len(self._pending.acks)
         if action is not Action.ACK or not before or reached or self._idle():
             self._work.notify()

@@ -109,6 +109,22 @@ class Message(base.Message):
             self._begun = False
             self.channel.basic_lost(self.delivery_tag, detail)
 
+    def throttle(self, delay: float, detail: str | None = None) -> None:
+        """Have it delivered again later, as ``throttled``; also when its run has begun. From any thread.
+
+        Args:
+            delay: seconds from now.
+            detail: why, for whoever finds the dead letter that it becomes after ``throttled_max`` times.
+
+        Raises:
+            MessageStateError: it was settled before.
+        """
+        if self.acknowledged and not self._begun:
+            raise self.MessageStateError(f"Message already acknowledged with state: {self._state}")
+        self._begun = False
+        self.channel.basic_throttle(self.delivery_tag, delay, detail)
+        self._state = "REQUEUED"
+
     def give_back(self) -> None:
         """Give it back as if it had never been delivered: nobody has begun to work on it, and nobody will.
 

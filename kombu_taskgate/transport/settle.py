@@ -30,6 +30,8 @@ class Action(Enum):
     LOST = "loss"
     #: Its run had begun and nobody will tell the end, whether or not the beginning has been written by now.
     INTERRUPTED = "loss after it had begun"
+    #: Not now; it comes back later.
+    THROTTLED = "throttling"
     UNDECODABLE = "undecodable"
     CANCELED = "finish as canceled"
 
@@ -42,6 +44,8 @@ class Settlement:
     action: Action
     since: float
     detail: str | None = None
+    #: Seconds after which what is throttled comes back.
+    delay: float = 0.0
     #: An attempt to write it has failed; it may have taken effect.
     tried: bool = False
 
@@ -132,6 +136,8 @@ class Settler:
                 self._broker.finish_canceled(claim)
             elif action is Action.LOST:
                 self._broker.fail(claim, FailKind.LOST, detail=settlement.detail)
+            elif action is Action.THROTTLED:
+                self._throttle(settlement)
             elif action is Action.INTERRUPTED:
                 detail = f"{settlement.detail}: {WAS_BEGUN}"
                 self._broker.fail(claim, FailKind.SKIP, reason=Reason.LOST, detail=detail)
@@ -141,6 +147,19 @@ class Settler:
         except LeaseLost:
             return True
         return False
+
+    def _throttle(self, settlement: Settlement) -> None:
+        claim, detail = settlement.claim, settlement.detail
+        state = self._broker.fail(claim, FailKind.THROTTLED, delay=settlement.delay, detail=detail)
+        if state is State.FAILED:
+            logger.warning(
+                "execution %d (queue %r, task_id %s) has been throttled too often and is a dead letter now "
+                "(throttled_max): %s",
+                claim.id,
+                claim.queue,
+                claim.task_id,
+                detail,
+            )
 
     def write_acks(self, batch: Batch) -> None:
         """Write the acks and the beginnings alone.
@@ -204,5 +223,6 @@ class Settler:
             Action.LOST: {State.PENDING, State.FAILED},
             Action.UNDECODABLE: {State.FAILED},
             Action.INTERRUPTED: {State.FAILED},
+            Action.THROTTLED: {State.RETRYING, State.FAILED},
             Action.CANCELED: {State.CANCELED},
         }.get(settlement.action, {State.PENDING})

@@ -20,6 +20,7 @@ from celery.exceptions import Ignore, Reject
 from celery.signals import task_postrun, worker_process_init
 from celery.worker.control import control_command
 
+from celery_ext import Throttled
 from kombu_taskgate.transport.errors import RecoverableConnectionError
 from tests.workers.requests import OwnTask
 
@@ -166,6 +167,27 @@ def reject(self: Task, times: int) -> None:
         file.write(b".")
     if done < times:
         raise Reject("not now", requeue=True)
+    note("end", self)
+
+
+class Busy(Throttled):
+    """An exception of the app's own, made of other arguments."""
+
+    def __init__(self, *, host: str, seconds: float) -> None:
+        super().__init__(retry_after=seconds, reason=f"{host} is busy")
+        self.host = host
+
+
+@app.task(bind=True, max_retries=0, autoretry_for=(Exception,))
+def throttle(self: Task, times: int, seconds: float) -> None:
+    """Ask to run later a few times."""
+    note("start", self, retries=self.request.retries)
+    mark = f"{os.environ['TASKGATE_TEST_JOURNAL']}.{self.request.id}"
+    with open(mark, "a+b") as file:  # noqa: PTH123  # as light as can be
+        done = file.tell()
+        file.write(b".")
+    if done < times:
+        raise Busy(host="db1", seconds=seconds)
     note("end", self)
 
 
