@@ -213,6 +213,7 @@ def test_lost_lease_of_a_run_that_has_begun(connect_sql: Connect, caplog: pytest
         taken[0].done()
         connection.connection.engine.flush()
         assert [row.state for row in rows(connection)] == [State.RUNNING]
+        assert connection.connection.engine.refused == 0, "its end was not even asked for"
 
 
 def test_beginning_that_could_not_be_written_is_written_later() -> None:
