@@ -15,15 +15,10 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from packaging.specifiers import SpecifierSet
 
 from kombu_taskgate.testing.stores import InDatabase
 from tests import services
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # pytest brings it
+from tests.conformance.exceptions import expected, surprises
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -87,46 +82,26 @@ def test_kombus_own_integration_tests(unpack_sdist, sql_store_name, sql_store_ur
         )
     print(done.stdout, done.stderr)  # noqa: T201  # pytest shows it with the failure
     assert done.returncode in {0, 1}, "kombu's tests did not run"
-    passed, failed = outcomes(results)
-    found = surprises(passed, failed, expected_failures(sql_store_name))
-    assert not found, "\n".join(found)
-    assert {test.partition("::")[0] for test in passed} >= CLASSES, "classes of kombu's tests are missing"
+    found = outcomes(results)
+    wrong = surprises(found, expected(HERE / "expected_failures.toml", store=sql_store_name, version=version("kombu")))
+    assert not wrong, "\n".join(wrong)
+    assert {test.partition("::")[0] for test in found if found[test] == "passed"} >= CLASSES, (
+        "classes of kombu's tests are missing"
+    )
 
 
-def outcomes(results: Path) -> tuple[set[str], set[str]]:
-    """Tests that passed, and those that did anything else: skipped ones have to be listed as well."""
-    passed, other = set(), set()
+def outcomes(results: Path) -> dict[str, str]:
+    """Outcome of each test by its name; of several entries of one test what is worse."""
+    found: dict[str, str] = {}
     for case in ET.parse(results).iter("testcase"):
         name = f"{case.get('classname', '').rpartition('.')[2].removeprefix('Test')}::{case.get('name')}"
-        bad = any(case.find(kind) is not None for kind in ("failure", "error", "skipped"))
-        (other if bad else passed).add(name)
-    return passed - other, other
-
-
-def expected_failures(store: str) -> set[str]:
-    entries = tomllib.loads((HERE / "expected_failures.toml").read_text())["expected"]
-    assert all(entry["reason"].strip() for entry in entries)
-    return {
-        entry["test"]
-        for entry in entries
-        if store in entry["stores"] and version("kombu") in SpecifierSet(entry["versions"])
-    }
-
-
-def surprises(passed: set[str], failed: set[str], expected: set[str]) -> list[str]:
-    """What differs from the list of expected failures, either way."""
-    return [
-        *(f"{test} failed and is not listed" for test in sorted(failed - expected)),
-        *(f"{test} is listed and passed" for test in sorted(expected & passed)),
-        *(f"{test} is listed and did not run" for test in sorted(expected - passed - failed)),
-    ]
-
-
-def test_the_list_is_checked_both_ways():
-    assert surprises({"A::a"}, {"A::b"}, {"A::b"}) == []
-    assert surprises(set(), {"A::b"}, set()) == ["A::b failed and is not listed"]
-    assert surprises({"A::b"}, set(), {"A::b"}) == ["A::b is listed and passed"]
-    assert surprises(set(), set(), {"A::b"}) == ["A::b is listed and did not run"]
+        if case.find("failure") is not None or case.find("error") is not None:
+            found[name] = "failed"
+        elif case.find("skipped") is not None:
+            found.setdefault(name, "skipped")
+        else:
+            found.setdefault(name, "passed")
+    return found
 
 
 def test_what_is_skipped_does_not_count_as_passed(tmp_path):
@@ -137,4 +112,4 @@ def test_what_is_skipped_does_not_count_as_passed(tmp_path):
         '<testcase classname="x.TestA" name="c"/><testcase classname="x.TestA" name="c"><error/></testcase>'
         "</testsuite></testsuites>"
     )
-    assert outcomes(tmp_path / "results.xml") == ({"A::a"}, {"A::b", "A::c"})
+    assert outcomes(tmp_path / "results.xml") == {"A::a": "passed", "A::b": "skipped", "A::c": "failed"}
