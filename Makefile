@@ -3,22 +3,27 @@
 PYTHON ?= python3
 # More arguments for pytest, e.g. make test ARGS="-k lease -x"
 ARGS ?=
+# Of the broker that Celery's suite runs on: make celery-suite URL=taskgate+postgresql://user@host/database
+URL ?= taskgate+sqlite://
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types imports check clean
+.PHONY: help demo test celery-suite lint types imports check clean
 
 help: ## List what can be made
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.package ## Publish a hundred tasks, kill the worker in the middle, count what is lost
 	@$(BIN)/python examples/demo/run.py
 
 test: $(VENV)/.test ## Run every test that this machine can run; what is skipped is named with its reason
 	$(BIN)/python -m pytest -rs $(ARGS)
+
+celery-suite: $(VENV)/.test ## Run Celery's own integration suite on URL=taskgate+..., or a selection: ARGS="-k chord"
+	$(BIN)/python -m tests.conformance.celery_suite '$(URL)' $(ARGS)
 
 check: lint types imports ## Everything that reads the code without running it
 
@@ -33,7 +38,7 @@ imports: $(VENV)/.test ## Check who imports whom
 	$(BIN)/lint-imports
 
 clean: ## Remove the environment, caches and build results
-	rm -rf $(VENV) dist .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) dist .celery-suite .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 # Each stamp is touched last, so that an interrupted step is done again.

@@ -33,10 +33,10 @@ def installed_sdist(name: str, cache: Path) -> Path:
 
 
 def unpack(archive: Path, part: str, folder: Path) -> Path:
-    """Unpack one folder of an archive, without the rest: the package beside it would hide the installed one."""
+    """Unpack one folder or file of an archive, without the rest: the package beside it would hide the installed one."""
     top = archive.name.removesuffix(".tar.gz")
     with tarfile.open(archive) as tar:
-        members = [member for member in tar.getmembers() if member.name.startswith(f"{top}/{part}/")]
+        members = [member for member in tar.getmembers() if f"{member.name}/".startswith(f"{top}/{part}/")]
         tar.extractall(folder, members, filter="data")
     return folder / top / part
 

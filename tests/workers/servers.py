@@ -183,6 +183,33 @@ class PrivateMariaDB(PrivateServer):
         return True
 
 
+class PrivateRedis(PrivateServer):
+    """Redis that keeps nothing on disk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data.mkdir()
+        self.start()
+
+    @staticmethod
+    def available() -> bool:
+        return shutil.which("redis-server") is not None
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        options = {"port": self.port, "bind": "127.0.0.1", "save": "", "appendonly": "no", "dir": self.data}
+        self.launch("redis-server", *(part for name, value in options.items() for part in (f"--{name}", str(value))))
+
+    def answers(self) -> bool:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=2) as connection:
+            connection.sendall(b"PING\r\n")
+            return connection.recv(16).startswith(b"+PONG")
+        return False
+
+
 class PrivatePgBouncer(PrivateServer):
     """A proxy before a PostgreSQL server that hands its few connections from transaction to transaction."""
 
