@@ -57,8 +57,8 @@ class Suite:
     arguments: list[str]
     environment: Mapping[str, str]
     output: Path
-    each: float = 60
-    limit: float = 3600
+    each: float = 120
+    limit: float = 5400
     tell: Callable[[str], None] = lambda _line: None
     results: dict[str, Result] = field(default_factory=dict)
     _processes: int = 0

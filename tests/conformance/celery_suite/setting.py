@@ -23,8 +23,8 @@ def run(
     *,
     backend: str | None = None,
     arguments: Sequence[str] = (),
-    each: float = 60,
-    limit: float = 3600,
+    each: float = 120,
+    limit: float = 5400,
     tell: Callable[[str], None],
 ) -> dict[str, Result]:
     """What becomes of Celery's tests.
