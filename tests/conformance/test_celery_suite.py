@@ -182,5 +182,8 @@ def test_taskgate_is_let_past_the_checks_for_redis_alone():
     assert number == 2
     assert text.count("startswith(('redis', 'taskgate'))") == 1
     assert text.count("startswith((\"redis\", 'taskgate'))") == 1
+    text, number = let_past(check.replace("'redis'", "('redis', 'rpc')").replace("redis result", "redis or rpc result"))
+    assert number == 1
+    assert "startswith(('redis', 'rpc', 'taskgate'))" in text
     other = "if manager.app.conf.result_backend.startswith('redis'):\n            expected = 1"
     assert let_past(other) == (other, 0)

@@ -12,8 +12,8 @@ ABOUT_REDIS = "test_redis_backend.py"
 
 # The condition, whose 'redis' becomes ('redis', 'taskgate'), and the skip on the next line that tells what it is for.
 _CHECK = re.compile(
-    r"""(if \s+ not \s+ [\w.]*result_backend\.startswith\() (['"]redis['"]) (\):\s+ (?:raise\ )?pytest\.skip\(
-        ['"]Requires\ redis\ result\ backend)""",
+    r"""(if \s+ not \s+ [\w.]*result_backend\.startswith\() \(? (['"]redis['"] (?:,\ ['"]rpc['"])?) \)?
+        (\):\s+ (?:raise\ )?pytest\.skip\( ['"]Requires\ redis\ (?:or\ rpc\ )?result\ backend)""",
     re.VERBOSE,
 )
 
