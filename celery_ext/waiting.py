@@ -181,7 +181,7 @@ class ResultConsumer(BaseResultConsumer):
         Args:
             ready: the promise.
             timeout: longest wait in seconds.
-            on_interval: called about every second.
+            on_interval: called about every second, and when the promise has been fulfilled while it was waited for.
             ids: tasks that it depends on: an unreadable result of one of them raises here.
             listener: what its callback raises is raised here.
 
@@ -202,9 +202,11 @@ class ResultConsumer(BaseResultConsumer):
                         return
                     raise CeleryTimeoutError("The operation timed out.")
                 self._step(seen, tick if deadline is None else min(tick, deadline))
-                if time.monotonic() >= tick:
+                # Also when what was waited for has come: Celery looks there whether a parent has failed, whose error
+                # goes before the result's own.
+                if ready.ready or time.monotonic() >= tick:
                     tick = time.monotonic() + TICK
-                    if on_interval and not ready.ready:
+                    if on_interval:
                         on_interval()
                 yield
 
