@@ -19,6 +19,14 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "laptop")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs a service with its name, so that a run without the service can leave it out."""
+    for item in items:
+        for service in ("postgresql", "mysql", "redis", "rabbitmq"):
+            if f"{service}_url" in getattr(item, "fixturenames", ()):
+                item.add_marker(service)
+
+
 @pytest.fixture(scope="session")
 def postgresql_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of a PostgreSQL database that tests may fill."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -164,6 +163,7 @@ def test_errors_are_connection_errors(tmp_path: Path) -> None:
 @pytest.mark.timeout(180)
 def test_foreign_writer_on_the_file_harms_nobody(make_lab: MakeLab, tmp_path: Path) -> None:
     """B103: 4 workers, 4 publishers, and a foreign writer that holds the lock for 3 s again and again."""
+    held = 0
     path = tmp_path / "broker.db"
     lab = make_lab(f"sqlite:///{path}", lease_ttl=15.0)
     workers = [lab.start_worker("-c1", ready=False) for _ in range(4)]
@@ -185,23 +185,24 @@ def test_foreign_writer_on_the_file_harms_nobody(make_lab: MakeLab, tmp_path: Pa
 
     def hold_lock() -> None:
         foreign = sqlite3.connect(path, timeout=30, isolation_level=None)
-        while not stop.wait(2):
+        nonlocal held
+        while not stop.wait(1):
             foreign.execute("BEGIN IMMEDIATE")
             stop.wait(3)
             foreign.execute("COMMIT")
+            held += 1
         foreign.close()
 
     threads = [threading.Thread(target=produce) for _ in range(4)] + [threading.Thread(target=hold_lock)]
     for thread in threads:
         thread.start()
-    time.sleep(20)  # load for a while: nothing to wait for
+    wait_for(lambda: held >= 3 and len(ids) > 100, 90, "the lock was held three times under load")
     stop.set()
     for thread in threads:
         thread.join(60)
     wait_for(lambda: lab.journal.ended() >= set(ids), 60, "all ran")
     wait_for(lambda: not lab.rows(), 10, "all settled")
     assert failures == []
-    assert len(ids) > 100
     assert set(lab.journal.starts_each().values()) == {1}, "a lease was lost"
     assert not any("is locked" in worker.text() for worker in workers)
     assert all(worker.alive for worker in workers)

@@ -91,7 +91,7 @@ def test_renewal_rewrites_no_leased_row(make_lab: MakeLab, postgresql_url: str) 
 
 def test_lease_time_has_nothing_to_do_with_task_time(make_lab: MakeLab, main_url: str) -> None:
     """B08: one lease time for both: a long healthy task runs once, a dead worker is replaced soon."""
-    ttl = 3.0
+    ttl = 2.0
     lab = make_lab(main_url, lease_ttl=ttl)
     first, _ = lab.start_worker("-c1"), lab.start_worker("-c1")
     healthy = lab.send("work", 5 * ttl)
@@ -105,7 +105,7 @@ def test_lease_time_has_nothing_to_do_with_task_time(make_lab: MakeLab, main_url
     killed = time.time()
     doomed_worker.kill()
     wait_for(lambda: lab.journal.starts(doomed) == 2, 15, "replacement start")
-    assert lab.journal.of("start", doomed)[1]["time"] - killed < 2 * ttl + 2
+    assert lab.journal.of("start", doomed)[1]["time"] - killed < 2 * ttl + 3
     wait_for(lambda: lab.journal.ends(healthy), 6 * ttl, "healthy end")
     assert lab.journal.starts(healthy) == 1
     del first

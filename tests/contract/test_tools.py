@@ -12,6 +12,7 @@ from kombu_taskgate.testing.clock import START_MS, FakeClock
 from kombu_taskgate.testing.faults import FailAt
 from kombu_taskgate.testing.threads import errors_of, together
 from tests import services
+from tests.workers.fixtures import database_url  # noqa: F401  # a fixture
 
 
 def test_clock_moves_only_when_told() -> None:
@@ -109,3 +110,15 @@ def test_postgresql_from_the_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         store.close()
         assert (tmp_path / "pg" / "postmaster.pid").exists()
     assert not (tmp_path / "pg" / "postmaster.pid").exists()
+
+
+def test_what_needs_a_server_is_marked(request: pytest.FixtureRequest, database_url: str) -> None:  # noqa: F811
+    """A run that leaves out a mark leaves out all that needs the server, whichever fixture asks for it."""
+    kind = database_url.partition(":")[0]
+    assert kind == "sqlite" or request.node.get_closest_marker(kind) is not None
+
+
+def test_what_names_a_server_is_marked(request: pytest.FixtureRequest, postgresql_url: str) -> None:
+    """So does a test that asks for one server by its name."""
+    assert postgresql_url
+    assert request.node.get_closest_marker("postgresql") is not None

@@ -53,19 +53,19 @@ def drop_tables(url: str, prefix: str) -> None:
     broker.close()
 
 
-@pytest.fixture(params=["sqlite", "postgresql", "mysql"])
+@pytest.fixture(params=services.SQL_STORES)
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A database that real workers share, of each kind."""
     return url_of(request, tmp_path, request.param)
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=services.SQL_STORES[:2])
 def main_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """As database_url, for long tests: one with a server and one without."""
     return url_of(request, tmp_path, request.param)
 
 
-@pytest.fixture(params=["postgresql", "mysql"])
+@pytest.fixture(params=services.SQL_STORES[1:])
 def server_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A database that is reached over the network."""
     return url_of(request, tmp_path, request.param)
@@ -77,7 +77,7 @@ def url_of(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> str:
     return str(request.getfixturevalue(f"{kind}_url"))
 
 
-@pytest.fixture(params=["postgresql", "mysql"])
+@pytest.fixture(params=services.SQL_STORES[1:])
 def private_server(request: pytest.FixtureRequest) -> Iterator[PrivateServer]:
     """A server that the test may restart."""
     request.getfixturevalue(f"{request.param}_url")  # skips, or fails in CI, where there is none of the kind

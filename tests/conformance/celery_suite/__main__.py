@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import time
 from collections import Counter
@@ -55,6 +56,8 @@ def main() -> int:
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     SDISTS.mkdir(parents=True, exist_ok=True)
+    # Told to end, it takes down what it has set up.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     began = time.monotonic()
     try:
         results = setting.run(
