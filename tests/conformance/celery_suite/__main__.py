@@ -37,7 +37,7 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
         "url", help="broker, taskgate+postgresql://user@host/database; the run makes a database beside it"
     )
     parser.add_argument("--backend", help="result backend; redis for a Redis of the run's own (default: as the broker)")
-    parser.add_argument("--each", type=float, default=120, help="seconds that one test may take (default: %(default)s)")
+    parser.add_argument("--each", type=float, default=200, help="seconds that one test may take (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=5400, help="seconds that all may take (default: %(default)s)")
     parser.add_argument(
         "--output", type=Path, default=ROOT / ".celery-suite", help="folder for logs (default: %(default)s)"

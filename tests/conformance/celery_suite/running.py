@@ -57,7 +57,7 @@ class Suite:
     arguments: list[str]
     environment: Mapping[str, str]
     output: Path
-    each: float = 120
+    each: float = 200
     limit: float = 5400
     tell: Callable[[str], None] = lambda _line: None
     results: dict[str, Result] = field(default_factory=dict)

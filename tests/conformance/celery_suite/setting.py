@@ -23,7 +23,7 @@ def run(
     *,
     backend: str | None = None,
     arguments: Sequence[str] = (),
-    each: float = 120,
+    each: float = 200,
     limit: float = 5400,
     tell: Callable[[str], None],
 ) -> dict[str, Result]:
