@@ -185,5 +185,6 @@ def test_taskgate_is_let_past_the_checks_for_redis_alone():
     text, number = let_past(check.replace("'redis'", "('redis', 'rpc')").replace("redis result", "redis or rpc result"))
     assert number == 1
     assert "startswith(('redis', 'rpc', 'taskgate'))" in text
+    assert let_past(check.replace("Requires redis", "Requires Redis"))[1] == 1
     other = "if manager.app.conf.result_backend.startswith('redis'):\n            expected = 1"
     assert let_past(other) == (other, 0)

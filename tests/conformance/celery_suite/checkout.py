@@ -13,7 +13,7 @@ ABOUT_REDIS = "test_redis_backend.py"
 # The condition, whose 'redis' becomes ('redis', 'taskgate'), and the skip on the next line that tells what it is for.
 _CHECK = re.compile(
     r"""(if \s+ not \s+ [\w.]*result_backend\.startswith\() \(? (['"]redis['"] (?:,\ ['"]rpc['"])?) \)?
-        (\):\s+ (?:raise\ )?pytest\.skip\( ['"]Requires\ redis\ (?:or\ rpc\ )?result\ backend)""",
+        (\):\s+ (?:raise\ )?pytest\.skip\( ['"]Requires\ [Rr]edis\ (?:or\ rpc\ )?result\ backend)""",
     re.VERBOSE,
 )
 
