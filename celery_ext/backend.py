@@ -6,6 +6,7 @@ Celery finds it by the entry point group ``celery.result_backends``.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -24,12 +25,13 @@ from kombu_taskgate.core.errors import ConfigError, StoreUnavailable
 from kombu_taskgate.core.factory import open_broker
 from kombu_taskgate.core.model import Filter
 from kombu_taskgate.core.results import Finality, NewResult, Result
+from kombu_taskgate.core.settings import BrokerSettings
 from kombu_taskgate.transport.columns import id_text, short_text
 from kombu_taskgate.transport.url import PREFIX, masked
 
-from .chords import ChordMixin
+from .chords import STUCK_AT_ONCE, ChordMixin
 from .lease import NONE, lease_of
-from .result_settings import broker_settings, result_settings
+from .result_settings import broker_settings, result_settings, same_tables
 
 try:
     from celery.backends.base import decompress_payload
@@ -48,6 +50,10 @@ T = TypeVar("T")
 STORE_FOR = 120.0
 #: Rows that are swept at once.
 SWEEP = 1000
+#: Longest time in seconds that one round of tending takes.
+TEND_FOR = 5.0
+#: Seconds for which a chord that got a part is looked at whether it is stuck.
+LOOK_BACK = 3600.0
 _RETRY = {"max_retries": None, "interval_start": 0.1, "interval_step": 0.2, "interval_max": 2.0, "timeout": STORE_FOR}
 
 
@@ -72,7 +78,7 @@ class TaskgateBackend(ChordMixin, AsyncBackendMixin, Backend):
         super().__init__(app, url=url, **kwargs)
         # One for all threads of a process: they wait together.
         self.thread_safe = True
-        if not url or url == "taskgate":
+        if not url or url == "taskgate" or url.startswith("taskgate://"):
             raise ImproperlyConfigured(
                 "result_backend names no database: write taskgate+postgresql://user:password@host/database, "
                 "taskgate+mysql://…, taskgate+sqlite:///file.db or taskgate+memory://"
@@ -83,7 +89,9 @@ class TaskgateBackend(ChordMixin, AsyncBackendMixin, Backend):
             raise ImproperlyConfigured(f"result_backend {self.as_uri()}: {error}") from error
         self._policy: dict[str, Any] = {**_RETRY, **policy}
         self._broker: Broker | None = None
-        self._fenced: bool | None = None
+        self._publishing: BrokerSettings | None = None
+        self._publishing_known = False
+        self._looked_back = False
         # Imported late: it needs Celery's event loops, which a process that only publishes does not.
         from .waiting import ResultConsumer
 
@@ -96,21 +104,33 @@ class TaskgateBackend(ChordMixin, AsyncBackendMixin, Backend):
         """What holds the results; opened when it is first used.
 
         Raises:
-            StoreUnavailable, ConfigError, SchemaError: see :func:`~kombu_taskgate.core.factory.open_broker`.
+            ImproperlyConfigured: there is no such kind of database, or no driver for it.
+            StoreUnavailable, SchemaError: see :func:`~kombu_taskgate.core.factory.open_broker`.
         """
         if self._broker is None:
-            self._broker = open_broker(self.settings)
+            try:
+                self._broker = open_broker(self.settings)
+            except ConfigError as error:
+                raise ImproperlyConfigured(f"result_backend {self.as_uri()}: {error}") from error
         return self._broker
 
     @property
     def is_broker(self) -> bool:
         """Whether the app's broker has the same tables, so that a lease can be looked up and a body be published."""
-        if self._fenced is None:
+        settings = self.publishing
+        return settings is not None and same_tables(settings, self.settings)
+
+    @property
+    def publishing(self) -> BrokerSettings | None:
+        """The settings of the broker that the app publishes to; ``None`` where that is not taskgate."""
+        if not self._publishing_known:
             try:
-                self._fenced = broker_settings(self.app) == self.settings
+                self._publishing = broker_settings(self.app)
             except ConfigError:
-                self._fenced = False
-        return self._fenced
+                # Whoever publishes is told.
+                self._publishing = None
+            self._publishing_known = True
+        return self._publishing
 
     def as_uri(self, include_password: bool = False) -> str:
         """The URL, with its passwords masked unless told otherwise."""
@@ -150,7 +170,7 @@ class TaskgateBackend(ChordMixin, AsyncBackendMixin, Backend):
         meta["task_id"] = bytes_to_str(task_id)
         lease = lease_of(request, bytes_to_str(task_id))
         stored = NewResult(
-            task_id=self._key(task_id),
+            task_id=self.key_of(task_id),
             status=state,
             finality=finality_of(state),
             payload=ensure_bytes(self.encode(meta)),
@@ -180,14 +200,14 @@ class TaskgateBackend(ChordMixin, AsyncBackendMixin, Backend):
         return float(expires) if expires else None
 
     @staticmethod
-    def _key(task_id: Any) -> str:
-        """An id as the tables can hold it."""
+    def key_of(task_id: Any) -> str:
+        """The id of a task or group as the tables can hold it."""
         return id_text(bytes_to_str(str(task_id) if not isinstance(task_id, bytes) else task_id)) or ""
 
     # -- asking --------------------------------------------------------------------------------------
 
     def _get_task_meta_for(self, task_id: str) -> dict[str, Any]:
-        key = self._key(task_id)
+        key = self.key_of(task_id)
         found = self.broker.results.get([key]).get(key)
         return {"status": states.PENDING, "result": None} if found is None else self.meta_of(found)
 
@@ -206,7 +226,7 @@ class TaskgateBackend(ChordMixin, AsyncBackendMixin, Backend):
 
     def task_result_exists(self, task_id: str) -> bool:
         """Whether the task is known: it has a result, or a message of it is in the broker, waiting or running."""
-        key = self._key(task_id)
+        key = self.key_of(task_id)
         if self.broker.results.get([key]):
             return True
         broker = self._task_broker()
@@ -216,7 +236,7 @@ class TaskgateBackend(ChordMixin, AsyncBackendMixin, Backend):
         """Where the app's tasks wait, if that is taskgate."""
         if self.is_broker:
             return self.broker
-        settings = broker_settings(self.app)
+        settings = self.publishing
         return None if settings is None else open_broker(settings)
 
     def get_many(
@@ -264,27 +284,57 @@ class TaskgateBackend(ChordMixin, AsyncBackendMixin, Backend):
     # -- forgetting ----------------------------------------------------------------------------------
 
     def _forget(self, task_id: str) -> None:
-        self.surely(lambda: self.broker.results.forget([self._key(task_id)]))
+        self.surely(lambda: self.broker.results.forget([self.key_of(task_id)]))
         self.result_consumer.cancel_for(task_id)
 
     def cleanup(self) -> None:
-        """Delete what has expired, now; workers do so by themselves all the time. Nothing where nothing expires."""
-        if self.expires:
-            while self.broker.results.sweep() >= SWEEP:
+        """Delete what has expired, now; workers do so by themselves all the time. No result where none expires."""
+        for sweep in self._sweeps():
+            while sweep() >= SWEEP:
                 continue
-            while self.broker.chords.sweep() >= SWEEP:
-                continue
+
+    def tend(self, budget: float = TEND_FOR) -> int:
+        """Do what nobody waits for: end chords that are stuck, and delete a part of what has expired.
+
+        The first call in a process looks for stuck chords of any age, later ones for those to which a part came
+        in the last ``LOOK_BACK`` seconds.
+
+        Args:
+            budget: seconds after which no further batch is begun.
+
+        Returns:
+            How many chords were found stuck and how many rows were deleted; 0: all is done.
+
+        Raises:
+            StoreUnavailable: the database does not answer.
+        """
+        deadline = time.monotonic() + budget
+        count = self.end_stuck_chords(since=LOOK_BACK if self._looked_back else None)
+        # As many as are asked for at once: there may be more.
+        self._looked_back = self._looked_back or count < STUCK_AT_ONCE
+        for sweep in self._sweeps():
+            swept = SWEEP
+            while swept >= SWEEP and time.monotonic() < deadline:
+                swept = sweep()
+                count += swept
+        return count
+
+    def _sweeps(self) -> list[Callable[[], int]]:
+        """What deletes a batch of what is over; the parts of chords that have ended are no results."""
+        results, chords = self.broker.results.sweep, self.broker.chords.sweep
+        expires = self._expires_in(states.SUCCESS) or self._expires_in(states.FAILURE)
+        return [lambda: results(SWEEP), lambda: chords(SWEEP)] if expires else [lambda: chords(SWEEP)]
 
     # -- groups --------------------------------------------------------------------------------------
 
     def _save_group(self, group_id: str, result: Any) -> Any:
         payload = ensure_bytes(self.encode({"result": result.as_tuple()}))
-        key, expires = self._key(group_id), self._expires_in(states.SUCCESS)
+        key, expires = self.key_of(group_id), self._expires_in(states.SUCCESS)
         self.surely(lambda: self.broker.results.save_group(key, payload, expires))
         return result
 
     def _restore_group(self, group_id: str) -> dict[str, Any] | None:
-        payload = self.broker.results.group(self._key(group_id))
+        payload = self.broker.results.group(self.key_of(group_id))
         if payload is None:
             return None
         meta = dict(self._read(payload, self.content_type, self.content_encoding))
@@ -292,7 +342,7 @@ class TaskgateBackend(ChordMixin, AsyncBackendMixin, Backend):
         return meta
 
     def _delete_group(self, group_id: str) -> None:
-        self.surely(lambda: self.broker.results.delete_group(self._key(group_id)))
+        self.surely(lambda: self.broker.results.delete_group(self.key_of(group_id)))
 
 
 def finality_of(state: str) -> Finality:

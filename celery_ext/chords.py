@@ -22,7 +22,7 @@ from kombu.serialization import dumps, loads, prepare_accept_content
 from kombu.utils.encoding import bytes_to_str, ensure_bytes
 
 from kombu_taskgate.core.chords import Chord, ChordPart, ChordState
-from kombu_taskgate.core.errors import StoreUnavailable
+from kombu_taskgate.core.errors import PayloadTooLarge, StoreUnavailable
 from kombu_taskgate.transport.capture import capturing
 from kombu_taskgate.transport.connection import tell_stored
 
@@ -39,6 +39,8 @@ logger = logging.getLogger("celery_ext.chords")
 CLAIM = 60.0
 #: Seconds after its last part in which a complete chord is certainly being ended by whoever has brought that part.
 STUCK_AFTER = 5.0
+#: Stuck chords that are asked for at once.
+STUCK_AT_ONCE = 100
 
 
 class ChordMixin(_Base):
@@ -53,19 +55,19 @@ class ChordMixin(_Base):
             # Parts come back flat; what the header looked like is needed only where it is nested.
             if any(isinstance(one, GroupResult) for one in result.results):
                 header = ensure_bytes(self.encode({"result": result.as_tuple()}))
-        key, message, expires = self._key(header_result_args[0]), self._dump_body(body), self._chord_expires_in()
+        key, message, expires = self.key_of(header_result_args[0]), self._dump_body(body), self._chord_expires_in()
         self.surely(lambda: self.broker.chords.begin(key, header=header, body=message, expires_in=expires))
 
     def set_chord_size(self, group_id: str, chord_size: int) -> None:
         """Celery says how many parts there will be, before it publishes the last task of the header."""
         task = get_current_task()
         by = lease_of(task.request).execution if task is not None else 0
-        key, expires = self._key(group_id), self._chord_expires_in()
+        key, expires = self.key_of(group_id), self._chord_expires_in()
         self.surely(lambda: self.broker.chords.set_size(key, chord_size, by=by, expires_in=expires))
 
     def add_to_chord(self, chord_id: str, result: Any) -> None:
         """A task joins the header."""
-        key, task_id = self._key(chord_id), self._key(result.id)
+        key, task_id = self.key_of(chord_id), self.key_of(result.id)
         self.surely(lambda: self.broker.chords.add(key, task_id))
 
     def on_chord_part_return(self, request: Any, state: str, result: Any, **kwargs: Any) -> None:
@@ -76,7 +78,7 @@ class ChordMixin(_Base):
         lease = lease_of(request)
         place = getattr(request, "group_index", None)
         part = ChordPart(
-            task_id=self._key(task_id),
+            task_id=self.key_of(task_id),
             place=-1 if place is None else int(place),
             status=state,
             payload=ensure_bytes(self.encode(self.encode_result(result, state))),
@@ -84,7 +86,7 @@ class ChordMixin(_Base):
             token=lease.token,
             fenced=lease.held and self.is_broker,
         )
-        key, expires = self._key(group_id), self._chord_expires_in()
+        key, expires = self.key_of(group_id), self._chord_expires_in()
         chord = self.surely(lambda: self.broker.chords.put(key, part, expires_in=expires))
         if not chord.has_body and chord.state is ChordState.OPEN:
             body = self._dump_body(request.chord)
@@ -98,7 +100,7 @@ class ChordMixin(_Base):
         Args:
             since: only look at those to which a part came in so many seconds.
         """
-        chords = self.broker.chords.stuck(STUCK_AFTER, since=since)
+        chords = self.broker.chords.stuck(STUCK_AFTER, STUCK_AT_ONCE, since=since)
         for chord in chords:
             logger.warning("chord %s is complete and its body was not published: doing it now", chord.group_id)
             body = self.broker.chords.contents(chord.group_id)[1]
@@ -135,10 +137,14 @@ class ChordMixin(_Base):
                 self._delay(body, values)
                 self.surely(lambda: self.broker.chords.end(key, ChordState.DONE, claim=claim))
             return
-        with capturing(self.settings) as captured:
+        with capturing(self.publishing) as captured:
             self._delay(body, values)
-        if self.surely(lambda: self.broker.chords.end(key, ChordState.DONE, tasks=captured.tasks)):
-            tell_stored(self.settings, captured.tasks)
+        try:
+            ended = self.surely(lambda: self.broker.chords.end(key, ChordState.DONE, tasks=captured.tasks))
+        except PayloadTooLarge as error:
+            raise ChordError(f"Callback error: {error!r}") from error
+        if ended:
+            tell_stored(self.publishing, captured.tasks)
 
     def _delay(self, body: Any, values: list[Any]) -> None:
         try:
@@ -153,10 +159,14 @@ class ChordMixin(_Base):
             claim = self.surely(lambda: self.broker.chords.claim(key, CLAIM))
             if claim is None:
                 return
-            with capturing(self.settings) as captured:
+            if not self.is_broker:
+                self.chord_error_from_stack(body, error)
+                self.surely(lambda: self.broker.chords.end(key, ChordState.FAILED, claim=claim))
+                return
+            with capturing(self.publishing) as captured:
                 self.chord_error_from_stack(body, error)
             if self.surely(lambda: self.broker.chords.end(key, ChordState.FAILED, claim=claim, tasks=captured.tasks)):
-                tell_stored(self.settings, captured.tasks)
+                tell_stored(self.publishing, captured.tasks)
         except (StoreUnavailable, OperationalError) as unavailable:
             logger.warning("chord %s has failed, and nobody can be told now; it is tried again: %s", key, unavailable)
         except Exception:
@@ -191,7 +201,7 @@ class ChordMixin(_Base):
     def _shaped(self, result: Any, by_id: dict[str, Any]) -> Any:
         if isinstance(result, GroupResult):
             return [self._shaped(one, by_id) for one in result.results]
-        key = self._key(result.id)
+        key = self.key_of(result.id)
         if key in by_id:
             return by_id[key]
         # Part of the structure, but not of the chord: it has ended before what depends on it could.

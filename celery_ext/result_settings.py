@@ -53,6 +53,11 @@ def result_settings(app: Any, url: str) -> tuple[BrokerSettings, Mapping[str, An
     return settings, retry_policy
 
 
+def same_tables(one: BrokerSettings, other: BrokerSettings) -> bool:
+    """Whether two settings mean the same tables; how they are used may differ."""
+    return (one.url, one.table_prefix, one.schema) == (other.url, other.table_prefix, other.schema)
+
+
 def _broker_urls(app: Any) -> set[str]:
     """The databases of the app's broker; none where it is another kind of broker."""
     urls = set()

@@ -89,7 +89,8 @@ class ResultConsumer(BaseResultConsumer):
     def _reset(self) -> None:
         self._changed = threading.Condition()
         self._delivering = threading.RLock()
-        #: Task id -> when, and as which version, the newest word about it that was delivered was stored.
+        #: Task id, as the tables have it here and below -> when, and as which version, the newest word about it that
+        #: was delivered was stored.
         self._watched: dict[str, tuple[int, int]] = {}
         self._new: set[str] = set()
         self._told: set[str] = set()
@@ -128,17 +129,19 @@ class ResultConsumer(BaseResultConsumer):
 
     def consume_from(self, task_id: str) -> None:
         """Somebody is interested in a task."""
+        key = self.backend.key_of(task_id)
         with self._changed:
-            if task_id not in self._watched:
-                self._watched[task_id] = _NOTHING
-                self._new.add(task_id)
+            if key not in self._watched:
+                self._watched[key] = _NOTHING
+                self._new.add(key)
                 self._changed.notify_all()
 
     def cancel_for(self, task_id: str) -> None:
         """Nobody is any more. Called when a result object is destroyed, so in the middle of anything: no lock."""
-        self._watched.pop(task_id, None)
-        self._new.discard(task_id)
-        self._broken.pop(task_id, None)
+        key = self.backend.key_of(task_id)
+        self._watched.pop(key, None)
+        self._new.discard(key)
+        self._broken.pop(key, None)
 
     def drain_events(self, timeout: float | None = None) -> None:
         """Look, or wait until somebody has."""
@@ -152,7 +155,7 @@ class ResultConsumer(BaseResultConsumer):
         on_message: Any = None,
         **kwargs: Any,
     ) -> Iterator[None]:
-        ids = _ids(result)
+        ids = {self.backend.key_of(one.id) for one in _leaves(result)}
         self._watch_again(result)
         with self._listening(ids, on_message) as listener:
             yield from self.until(result.on_ready, timeout=timeout, on_interval=on_interval, ids=ids, listener=listener)
@@ -161,7 +164,7 @@ class ResultConsumer(BaseResultConsumer):
         """What Celery takes to be watched may not be: after a fork, or when its result could not be read."""
         for one in _leaves(result):
             if one._cache is None:
-                if self._broken.pop(one.id, None) is not None:
+                if self.backend.key_of(one.id) in self._broken:
                     self.cancel_for(one.id)
                 self.consume_from(one.id)
 
@@ -423,10 +426,6 @@ def _leaves(result: Any) -> Iterator[Any]:
             yield from _leaves(one)
     else:
         yield result
-
-
-def _ids(result: Any) -> set[str]:
-    return {one.id for one in _leaves(result)}
 
 
 def _after_fork() -> None:

@@ -124,4 +124,7 @@ class Chords(Protocol):
         """
 
     def sweep(self, limit: int = 1000) -> int:
-        """Delete at most ``limit`` parts of chords that have ended, and chords whose time is over; returns how many."""
+        """Delete at most ``limit`` parts of chords that have ended, and chords whose time is over; returns how many.
+
+        An open chord lives on as long as parts come to it: its time runs from the newest.
+        """

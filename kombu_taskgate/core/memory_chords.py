@@ -180,12 +180,18 @@ class MemoryChords:
             old = [
                 group_id
                 for group_id, row in self._store.chords.items()
-                if (row.expires_at is not None and row.expires_at <= now)
-                or (row.state is not ChordState.OPEN and row.touched_at <= now - to_ms(REMEMBER))
+                if _over(row, now) or (row.state is not ChordState.OPEN and row.touched_at <= now - to_ms(REMEMBER))
             ][:limit]
             for group_id in old:
                 del self._store.chords[group_id]
             return len(old)
+
+
+def _over(row: ChordRow, now: int) -> bool:
+    if row.expires_at is None or row.expires_at > now:
+        return False
+    since = now - (row.expires_at - row.touched_at)
+    return row.state is not ChordState.OPEN or all(at <= since for _, at in row.parts.values())
 
 
 def _chord(group_id: str, row: ChordRow) -> Chord:

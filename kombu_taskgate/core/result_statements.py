@@ -278,7 +278,13 @@ class ResultStatements:
         p = self._p
         return (
             sa.update(self.tables.chord_parts)
-            .where(p.group_id == _text("p_group_id"), p.task_id == _text("p_task_id"), p.added == 1, p.status == "")
+            .where(
+                p.group_id == _text("p_group_id"),
+                p.task_id == _text("p_task_id"),
+                p.added == 1,
+                p.status == "",
+                self._lease_is_current,
+            )
             .values(
                 status=_text("p_status"),
                 execution=_number("p_execution"),
@@ -417,10 +423,17 @@ class ResultStatements:
 
     @cached_property
     def pick_old_chords(self) -> Statement:
-        """Chords whose time is over, and those that ended long ago."""
-        c, now = self._c, self._sql.now
-        old = (c.state != ChordState.OPEN.value) & (c.touched_at <= now - _number("p_keep"))
-        query = sa.select(c.group_id).where((c.expires_at.is_not(None) & (c.expires_at <= now)) | old)
+        """Chords whose time is over, unless parts still come to them, and those that ended long ago."""
+        c, p, now = self._c, self._p, self._sql.now
+        # Named, so that the index can be used.
+        ended = c.state.in_([ChordState.DONE.value, ChordState.FAILED.value])
+        fresh: sa.Select[Any] = sa.select(sa.literal_column("1")).where(
+            p.group_id == c.group_id, p.stored_at > now - (c.expires_at - c.touched_at)
+        )
+        over = (
+            c.expires_at.is_not(None) & (c.expires_at <= now) & (ended | ~fresh.correlate(self.tables.chords).exists())
+        )
+        query = sa.select(c.group_id).where(over | (ended & (c.touched_at <= now - _number("p_keep"))))
         return query.limit(_number("p_limit"))
 
     @cached_property

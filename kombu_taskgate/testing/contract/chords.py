@@ -212,6 +212,32 @@ class ChordCases(Cases):
         assert broker.chords.get("ended") is None
         assert broker.chords.get("kept") is not None
 
+    def test_chord_that_parts_still_come_to(self, broker: Broker, clock: FakeClock) -> None:
+        """The time of an open chord runs from its newest part: a header may take longer than that."""
+        broker.chords.set_size(GROUP, 2, expires_in=10)
+        clock.advance(9)
+        broker.chords.put(GROUP, part(0))
+        clock.advance(9)
+        assert broker.chords.sweep() == 0
+        assert not broker.chords.get(GROUP).complete  # type: ignore[union-attr]
+        clock.advance(1)
+        assert broker.chords.sweep() == 1
+        assert broker.chords.get(GROUP) is None
+
+    def test_added_task_of_a_lost_lease(self, broker: Broker, clock: FakeClock) -> None:
+        """The part of a task that was added to the header is fenced as every other one."""
+        broker.chords.set_size(GROUP, 0)
+        broker.chords.add(GROUP, "added")
+        put(broker)
+        old = take(broker)
+        clock.advance(11)
+        broker.reap_expired()
+        late = ChordPart("added", -1, "FAILURE", b"", old.id, old.token, fenced=True)
+        assert not broker.chords.put(GROUP, late).complete
+        young = take(broker)
+        assert not broker.chords.put(GROUP, late).complete
+        assert broker.chords.put(GROUP, ChordPart("added", -1, "SUCCESS", b"", young.id, young.token, True)).complete
+
     def test_parts_at_once(self, store: Store) -> None:
         """However many tasks end in the same moment, somebody sees that they were the last, and one ends the chord."""
         broker = store.open()
