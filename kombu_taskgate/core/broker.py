@@ -67,7 +67,8 @@ class Broker(Protocol):
 
         Raises:
             TaskNotFound: a parent does not exist. Nothing is stored.
-            TaskExists: the business key has an execution, final ones included. Nothing is stored.
+            TaskExists: the business key has an execution, final ones included; or the unique key is locked, by an
+                execution that has not ended. Nothing is stored.
             PayloadTooLarge, ConfigError: the payload or a name is out of bounds. Nothing is stored.
         """
 
@@ -262,10 +263,12 @@ class Broker(Protocol):
     def replay(self, id: int, *, payload: bytes | None = None, allow_completed: bool = False) -> int:
         """Copy a final execution, the newest of its chain, to a new ``pending`` one; returns the new id.
 
-        ``replay_of`` is set, counters are zero, the payload is kept or replaced; the old row is untouched.
+        ``replay_of`` is set, counters are zero, the payload is kept or replaced; the old row is untouched. The new one
+        locks the unique key of the old.
 
         Raises:
             TaskNotFound, ReplayNotFinal, AlreadyReplayed: as named; a chain never forks, also under a race.
+            TaskExists: another execution has locked its unique key.
             CompletedNotAllowed: it completed and ``allow_completed`` is not set.
         """
 

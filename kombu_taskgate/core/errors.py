@@ -6,7 +6,7 @@ tells a person what happened.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .model import State
@@ -20,13 +20,35 @@ class TaskgateError(Exception):
 
 
 class TaskExists(TaskgateError):
-    """An execution with this business key exists already."""
+    """An execution with this business key exists already, or one that has not ended holds this unique key.
 
-    def __init__(self, key: str, id: int, state: State) -> None:
-        super().__init__(f"business key {key!r} exists already: newest execution {id} is {state.value}")
+    Args:
+        key: the business key, or the unique key.
+        id: the newest execution of the business key, or the one that holds the unique key.
+        state: its state.
+        task_id: its task_id.
+        unique: it is a unique key.
+    """
+
+    def __init__(self, key: str, id: int, state: State, task_id: str | None = None, *, unique: bool = False) -> None:
+        if unique:
+            shown = "" if task_id is None else f" (task_id {task_id})"
+            super().__init__(f"unique key {key!r} is taken: execution {id}{shown} is {state.value}")
+        else:
+            super().__init__(f"business key {key!r} exists already: newest execution {id} is {state.value}")
         self.key = key
         self.id = id
         self.state = state
+        self.task_id = task_id
+        self.unique = unique
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A task that publishes may raise it, and then it goes through the pipe of a pool's process.
+        return _task_exists, (self.key, self.id, self.state, self.task_id, self.unique)
+
+
+def _task_exists(key: str, id: int, state: State, task_id: str | None, unique: bool) -> TaskExists:
+    return TaskExists(key, id, state, task_id, unique=unique)
 
 
 class TaskNotFound(TaskgateError):

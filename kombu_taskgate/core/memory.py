@@ -77,7 +77,7 @@ _FAIL_REASONS = {
     FailKind.SKIP: Reason.REJECTED,
 }
 _NAMES = ("type", "task_id", "root_id", "parent_task_id", "group_id")
-_REPLAYED = ("queue", *_NAMES, "priority", "key", "max_retry", "fail_fast")
+_REPLAYED = ("queue", *_NAMES, "priority", "key", "max_retry", "fail_fast", "unique_key")
 #: Ten thousand years in milliseconds.
 _FAR = 10_000 * 366 * 86_400_000
 #: Symmetric, because a store may keep the negative.
@@ -194,25 +194,48 @@ class MemoryBroker:
             self._check_new(task)
         with self._transaction() as changes:
             seen: set[str] = set()
+            locks: dict[str, bool] = {}
             for task in tasks:
                 if task.key is not None:
                     self._check_key(task.key, seen)
+                if task.unique_key is not None:
+                    self._check_lock(task, locks)
                 for parent in task.parents:
                     self._row(parent)
+                if task.unique_key is not None:
+                    locks[task.unique_key] = not self._doomed(task)
             now = self._now()
             return [self._insert(task, now, changes) for task in tasks]
 
     def _check_key(self, key: str, seen: set[str]) -> None:
         newest = max((row for row in self._rows() if row.key == key), key=_by_id, default=None)
         if newest is not None:
-            raise TaskExists(key, newest.id, newest.state)
+            raise TaskExists(key, newest.id, newest.state, newest.task_id)
         if key in seen:  # of an earlier task of the same call, which is not stored either
             raise TaskExists(key, self._store.last_id + 1, State.PENDING)
         seen.add(key)
 
+    def _check_lock(self, task: NewTask, locks: Mapping[str, bool]) -> None:
+        """Refuse a unique key that is locked. ``locks``: what earlier tasks of the same call have locked, or freed."""
+        key = task.unique_key
+        assert key is not None
+        if locks.get(key):
+            raise TaskExists(key, self._store.last_id + 1, State.PENDING, unique=True)
+        holder = None if key in locks else self._holder(key)
+        if holder is not None and not _gives_up(holder, task):
+            raise TaskExists(key, holder.id, holder.state, holder.task_id, unique=True)
+
+    def _holder(self, key: str | None) -> _Row | None:
+        """Who has locked a unique key."""
+        return next((row for row in self._rows() if row.locks and row.unique_key == key), None)
+
+    def _doomed(self, task: NewTask) -> bool:
+        states = {self._row(parent).state for parent in task.parents}
+        return task.fail_fast and not states.isdisjoint({State.FAILED, State.CANCELED})
+
     def _check_new(self, task: NewTask) -> None:
         check_name(task.queue, "queue")
-        for name in (*_NAMES, "key"):
+        for name in (*_NAMES, "key", "unique_key"):
             value = getattr(task, name)
             if value is not None and (name, value) != ("type", ""):
                 check_name(value, name)
@@ -233,7 +256,10 @@ class MemoryBroker:
     def _insert(self, task: NewTask, now: int, changes: Changes) -> int:
         parents = {parent: self._row(parent) for parent in task.parents}
         waits_for = sum(parent.state not in FINAL for parent in parents.values())
-        doomed = task.fail_fast and any(p.state in {State.FAILED, State.CANCELED} for p in parents.values())
+        doomed = self._doomed(task)
+        holder = self._holder(task.unique_key)
+        if holder is not None:
+            holder.locks = False
         row = self._add(
             changes,
             State.CANCELED if doomed else State.BLOCKED if waits_for else State.PENDING,
@@ -250,6 +276,8 @@ class MemoryBroker:
             expires_at=_earliest(task.expires_at, None if task.expires_in is None else now + to_ms(task.expires_in)),
             finished_at=now if doomed else None,
             key=task.key,
+            unique_key=task.unique_key,
+            locks=task.unique_key is not None and not doomed,
             fail_fast=task.fail_fast,
             pending_parents=0 if doomed else waits_for,
             max_retry=task.max_retry,
@@ -588,10 +616,14 @@ class MemoryBroker:
                 raise AlreadyReplayed(f"execution {id} was replayed as {newer.id}: replay the newest of the chain")
             if old.state is State.COMPLETED and not allow_completed:
                 raise CompletedNotAllowed(f"execution {id} has completed: allow its replay explicitly")
+            holder = None if old.unique_key is None else self._holder(old.unique_key)
+            if holder is not None:
+                raise TaskExists(str(old.unique_key), holder.id, holder.state, holder.task_id, unique=True)
             now = self._now()
             return self._add(
                 changes,
                 State.PENDING,
+                locks=old.unique_key is not None,
                 **{name: getattr(old, name) for name in _REPLAYED},
                 payload=old.payload if payload is None else bytes(payload),
                 run_at=now,
@@ -774,7 +806,9 @@ class MemoryBroker:
         row.token = NO_TOKEN
         row.begun = False
         row.session = row.lease_until = None
-        if state not in FINAL:
+        if state in FINAL:
+            row.locks = False
+        else:
             row.owner = None  # of one that has ended it is shown who held it last
 
     def _end(
@@ -825,6 +859,12 @@ class MemoryBroker:
 
 
 _by_id = attrgetter("id")
+
+
+def _gives_up(holder: Task, task: NewTask) -> bool:
+    """Whether a running execution gives the lock of its unique key up to one of the same task_id."""
+    own = task.take_over and task.task_id is not None and holder.task_id == task.task_id
+    return own and holder.state is State.RUNNING
 
 
 def _begin(row: _Row) -> None:

@@ -44,6 +44,19 @@ def _begun(conn: sa.Connection, tables: Tables) -> None:
     _add_columns(conn, tables.tasks, "begun")
 
 
+def _unique_keys(conn: sa.Connection, tables: Tables) -> None:
+    _add_columns(conn, tables.tasks, "unique_key", "lock_")
+    _add_index(conn, tables.tasks, f"{tables.prefix}tasks_lock")
+
+
+def _add_index(conn: sa.Connection, table: sa.Table, name: str) -> None:
+    """Add an index to a table, unless it has it."""
+    index = next(index for index in table.indexes if index.name == name)
+    known = {one["name"] for one in sa.inspect(conn).get_indexes(table.name, schema=table.schema)}
+    if name not in known:
+        index.create(conn)
+
+
 def _add_columns(conn: sa.Connection, table: sa.Table, *names: str) -> None:
     """Add columns to a table, unless it has them."""
     known = {column["name"] for column in sa.inspect(conn).get_columns(table.name, schema=table.schema)}
@@ -55,7 +68,15 @@ def _add_columns(conn: sa.Connection, table: sa.Table, *names: str) -> None:
 
 
 #: Step n brings version n-1 to version n.
-STEPS: tuple[Step, ...] = (_tasks_and_leases, _topology, _consumers, _revocations, _results, _begun)
+STEPS: tuple[Step, ...] = (
+    _tasks_and_leases,
+    _topology,
+    _consumers,
+    _revocations,
+    _results,
+    _begun,
+    _unique_keys,
+)
 SCHEMA_VERSION = len(STEPS)
 
 

@@ -98,6 +98,8 @@ class NewTask:
         expires_at: instant (ms) from which it is dropped instead of claimed.
         expires_in: the same in seconds from the database's now; with both, the earlier one counts.
         key: business key; at most one chain of executions has it.
+        unique_key: at most one execution that has not ended has it: it is locked until then, however that comes about.
+        take_over: take the lock of ``unique_key`` from a running execution of the same task_id, if one has it.
         parents: ids that must complete first.
         fail_fast: canceled when a parent fails or is canceled; otherwise such a parent counts as done.
         max_retry: business failures after which it is ``failed``.
@@ -116,6 +118,8 @@ class NewTask:
     expires_at: int | None = None
     expires_in: float | None = None
     key: str | None = None
+    unique_key: str | None = None
+    take_over: bool = False
     parents: Sequence[int] = ()
     fail_fast: bool = True
     max_retry: int = 3
@@ -152,6 +156,9 @@ class Task:
     lease_until: int | None = None
     cancel_requested: bool = False
     begun: bool = False
+    unique_key: str | None = None
+    #: Whether it holds the lock of its unique key.
+    locks: bool = False
     reason: str | None = None
     detail: str | None = None
     result: bytes | None = None

@@ -117,12 +117,16 @@ class Tables:
             # What later versions have added stands last, where ALTER TABLE puts it.
             # 1: the run has been acknowledged when it began, and is not to be repeated.
             sa.Column("begun", sa.SmallInteger, nullable=False, server_default="0"),
+            _name("unique_key"),
+            # The unique key again, as long as it is locked.
+            _name("lock_"),
             self._claim_index(),
             self._index("tasks_later", "lane", "run_at", "queue", where=f"lane >= {LANE_DELAYED}"),
             self._index("tasks_lease", "session", "lease_until", where="state = 'running'"),
             self._index("tasks_task_id", "task_id"),
             self._index("tasks_finished", "state", "finished_at", where="finished_at IS NOT NULL"),
             self._index("tasks_key", "key_", "seq", unique=True, where="key_ IS NOT NULL"),
+            self._index("tasks_lock", "lock_", unique=True, where="lock_ IS NOT NULL"),
             self._index("tasks_replay_of", "replay_of", unique=True, where="replay_of IS NOT NULL"),
             **self._dialect.never_reuse_ids,
         )

@@ -146,7 +146,25 @@ class Statements:
     def newest_of_key(self) -> Statement:
         """Newest execution of a business key."""
         t = self._t
-        return sa.select(t.id, t.state, t.seq).where(t.key_ == sa.bindparam("p_key")).order_by(t.seq.desc()).limit(1)
+        return (
+            sa.select(t.id, t.state, t.seq, t.task_id)
+            .where(t.key_ == sa.bindparam("p_key"))
+            .order_by(t.seq.desc())
+            .limit(1)
+        )
+
+    @cached_property
+    def holder_of_lock(self) -> Statement:
+        """The execution that has locked a unique key."""
+        t = self._t
+        return sa.select(t.id, t.state, t.task_id).where(t.lock_ == sa.bindparam("p_key"))
+
+    @cached_property
+    def take_lock_over(self) -> Statement:
+        """Free a unique key that a running execution of p_task_id has locked."""
+        t = self._t
+        held = (t.lock_ == sa.bindparam("p_key"), t.task_id == sa.bindparam("p_task_id"))
+        return sa.update(self.tables.tasks).where(*held, t.state == State.RUNNING.value).values(lock_=None)
 
     @cached_property
     def exists(self) -> Statement:
@@ -362,6 +380,7 @@ class Statements:
                 lease_until=None,
                 cancel_mark=0,
                 begun=0,
+                lock_=None,
                 pending_parents=0,
             )
         )

@@ -150,7 +150,7 @@ def _outcome(side: Side, call: Callable[[], Any]) -> Any:
     except TaskExists as error:
         # Of an earlier task in the same refused call nothing but the key is worth comparing.
         number = side.number(error.id)
-        return TaskExists, error.key, number, None if number is None else error.state
+        return TaskExists, error.unique, error.key, number, None if number is None else (error.state, error.task_id)
     except TaskgateError as error:
         return type(error)
 
@@ -204,6 +204,8 @@ class Commands(RuleBasedStateMachine):
             "expires": st.sampled_from([None, None, None, 2, 15, -1]),
             "expires_in": st.sampled_from([None, None, None, 3.0]),
             "key": st.sampled_from([None, None, None, "k1", "k2"]),
+            "unique_key": st.sampled_from([None, None, None, "u1", "u2"]),
+            "take_over": st.booleans(),
             "parents": st.lists(AGO, max_size=2),
             "fail_fast": st.booleans(),
             "max_retry": st.integers(0, 2),
@@ -220,6 +222,8 @@ class Commands(RuleBasedStateMachine):
             expires_at=None if wanted["expires"] is None else now + wanted["expires"] * 1000,
             expires_in=wanted["expires_in"],
             key=wanted["key"],
+            unique_key=wanted["unique_key"],
+            take_over=wanted["take_over"],
             parents=[side.id(number) for number in wanted["parents"]],
             fail_fast=wanted["fail_fast"],
             max_retry=wanted["max_retry"],

@@ -60,17 +60,20 @@ def replay(work: Work, id: int, payload: bytes | None, *, allow_completed: bool)
         raise AlreadyReplayed(f"execution {id} was replayed as {newer}: replay the newest of the chain")
     if state is State.COMPLETED and not allow_completed:
         raise CompletedNotAllowed(f"execution {id} completed: allow it explicitly to run it once more")
+    if row.unique_key is not None:
+        publish.free_lock(work, row.unique_key)
     copied = {
         name: getattr(row, name)
         for name in (
             "queue", "rank_", "type", "task_id", "root_id", "parent_task_id", "group_id", "key_", "max_retry",
-            "fail_fast",
+            "fail_fast", "unique_key",
         )
     }  # fmt: skip
     new = publish.insert(
         work,
         work.sql.store_task,
         **copied,
+        lock_=row.unique_key,
         payload=row.payload if payload is None else payload,
         seq=row.seq + 1,
         replay_of=id,

@@ -28,7 +28,7 @@ def check(task: NewTask, max_payload: int) -> None:
         ConfigError, PayloadTooLarge: see :class:`~kombu_taskgate.core.model.NewTask` for the bounds.
     """
     check_name(task.queue, "queue")
-    for what in ("task_id", "root_id", "parent_task_id", "group_id", "key"):
+    for what in ("task_id", "root_id", "parent_task_id", "group_id", "key", "unique_key"):
         value = getattr(task, what)
         if value is not None:
             check_name(value, what)
@@ -112,7 +112,7 @@ def _parts(tasks: Sequence[NewTask]) -> Iterator[list[NewTask]]:
 
 
 def _simple(task: NewTask) -> bool:
-    plain = not task.parents and task.key is None
+    plain = not task.parents and task.key is None and task.unique_key is None
     return plain and task.run_at is None and not task.delay and task.expires_in is None
 
 
@@ -123,6 +123,8 @@ def _enqueue_one(work: Work, task: NewTask) -> int:
     else:
         if task.key is not None:
             refuse_known_key(work, task.key)
+        if task.unique_key is not None:
+            free_lock(work, task.unique_key, task.task_id if task.take_over else None)
         parents = sorted(set(task.parents))
         state, pending = _first_state(work, task, parents)
         id = insert(
@@ -131,6 +133,8 @@ def _enqueue_one(work: Work, task: NewTask) -> int:
             **_plain(task),
             **_schedule(task, state),
             key_=task.key,
+            unique_key=task.unique_key,
+            lock_=None if state in FINAL else task.unique_key,
             pending_parents=pending,
             linked=int(bool(parents)),
             state=state.value,
@@ -172,7 +176,19 @@ def refuse_known_key(work: Work, key: str) -> None:
     """Raise TaskExists when the key has any execution. A race is decided by the unique index."""
     row = work.run(work.sql.newest_of_key, p_key=key).first()
     if row is not None:
-        raise TaskExists(key, row.id, State(row.state))
+        raise TaskExists(key, row.id, State(row.state), row.task_id)
+
+
+def free_lock(work: Work, key: str, task_id: str | None = None) -> None:
+    """Raise TaskExists when the unique key is locked; a running execution of ``task_id`` gives the lock up instead.
+
+    A race is decided by the unique index.
+    """
+    if task_id is not None:
+        work.run(work.sql.take_lock_over, p_key=key, p_task_id=task_id)
+    row = work.run(work.sql.holder_of_lock, p_key=key).first()
+    if row is not None:
+        raise TaskExists(key, row.id, State(row.state), row.task_id, unique=True)
 
 
 def _first_state(work: Work, task: NewTask, parents: Sequence[int]) -> tuple[State, int]:

@@ -30,6 +30,8 @@ def to_task(row: Any) -> Task:
         fail_fast=bool(row.fail_fast),
         cancel_requested=bool(row.cancel_mark),
         begun=bool(row.begun),
+        unique_key=row.unique_key,
+        locks=row.lock_ is not None,
         result=None if row.result is None else bytes(row.result),
     )
 

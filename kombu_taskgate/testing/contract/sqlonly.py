@@ -39,6 +39,7 @@ WRITES: dict[str, Call] = {
     "enqueue": lambda broker, lease, id: put(broker, "new") > id,
     "enqueue_many": lambda broker, lease, id: len(put_many(broker, 3, "new")),
     "enqueue_key": lambda broker, lease, id: put(broker, "new", key="new") > id,
+    "enqueue_unique": lambda broker, lease, id: put(broker, "new", unique_key="new") > id,
     "enqueue_child": lambda broker, lease, id: put(broker, "new", parents=[id]) > id,
     "dequeue": lambda broker, lease, id: len(broker.dequeue([QUEUE], 5)),
     "ack": lambda broker, lease, id: broker.ack(lease),
@@ -64,7 +65,7 @@ WRITES: dict[str, Call] = {
     "quota": lambda broker, lease, id: broker.queue_quota("k", 1, 60.0) is not None,
 }
 #: Columns that were added to the tables of the first version.
-ADDED = ("begun",)
+ADDED = ("begun", "unique_key", "lock_")
 #: Calls that are simply done again when the outcome is unknown; what they count the second time is less.
 COUNTING = {"reap", "purge"}
 
@@ -104,6 +105,8 @@ def _back_to_the_first(broker: SqlBroker) -> None:
     tasks = broker.tables.tasks
     with broker.database.engine.connect() as conn:
         table = conn.dialect.identifier_preparer.format_table(tasks)
+        for index in [one for one in tasks.indexes if any(column.name in ADDED for column in one.columns)]:
+            index.drop(conn)
         for column in ADDED:
             conn.exec_driver_sql(f"ALTER TABLE {table} DROP COLUMN {column}")
         conn.execute(sa.update(broker.tables.version).values(version=1))

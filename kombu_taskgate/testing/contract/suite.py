@@ -19,6 +19,7 @@ from .settle import SettleCases
 from .sqlonly import SqlCases
 from .topology import TopologyCases
 from .transitions import TransitionCases
+from .unique import UniqueCases
 
 
 class BrokerContract(
@@ -35,6 +36,7 @@ class BrokerContract(
     ChordCases,
     QueryCases,
     ReplayCases,
+    UniqueCases,
     QuotaCases,
     TopologyCases,
     TransitionCases,
