@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from amqp.protocol import queue_declare_ok_t
 from kombu.transport.base import StdChannel, to_rabbitmq_queue_arguments
 
-from ..core.errors import TaskgateError
+from ..core.errors import TaskExists, TaskgateError
 from ..core.settings import check_name
 from ..core.topology import Binding, Exchange, Queue
 from ..core.within import within
@@ -25,6 +25,7 @@ from .message import Message, published_headers
 from .publish import PublishBatch, prepare, route
 from .routing import BUILT_IN, BUILT_IN_TYPES
 from .settle import Action
+from .unique import is_there_already
 from .window import Consumer, Delivery, Window
 
 if TYPE_CHECKING:
@@ -321,6 +322,7 @@ class Channel(StdChannel):
         Raises:
             BrokerUnavailable: it may not be stored.
             MessageTooLarge, ConfigError: it can't be stored.
+            TaskExists: another that has not ended has its ``unique_key`` (a property of the message).
             NotFound: there is no such exchange.
         """
         connection = self._open()
@@ -336,7 +338,11 @@ class Channel(StdChannel):
             if capture(connection.settings, tasks):
                 return
             if len(tasks) == 1:
-                connection.broker.enqueue(tasks[0])
+                try:
+                    connection.broker.enqueue(tasks[0])
+                except TaskExists as error:
+                    if not is_there_already(tasks[0], error):
+                        raise
             else:
                 connection.broker.enqueue_many(tasks)
         connection.published(queues)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from datetime import timezone, tzinfo
 from typing import Any
 
-from ..core.model import MAX_NAME, NewTask
+from ..core.model import NewTask
 from .codec import Envelope
+from .texts import id_text, short_text
 from .times import parse_instant, with_zone
+from .unique import continues, key_of
 
 MIN_PRIORITY = 0
 MAX_PRIORITY = 9
@@ -29,6 +30,8 @@ class Columns:
     expires_at: int | None
     #: Seconds from the database's now: a time to live means nothing on the publisher's clock.
     expires_in: float | None
+    unique_key: str | None = None
+    take_over: bool = False
 
 
 def columns_of(envelope: Envelope, naive: tzinfo = timezone.utc) -> Columns:
@@ -41,6 +44,9 @@ def columns_of(envelope: Envelope, naive: tzinfo = timezone.utc) -> Columns:
         envelope: the message; its ``priority`` property is brought into 0..9, and an ``eta`` or ``expires`` that
             names no zone gets one, so that whoever consumes it reads the same instant.
         naive: that zone.
+
+    Raises:
+        ConfigError: the unique key can't be right; see :func:`.unique.key_of`.
     """
     headers, properties = envelope.headers, envelope.properties
     priority = clamp_priority(properties.get("priority"))
@@ -59,6 +65,8 @@ def columns_of(envelope: Envelope, naive: tzinfo = timezone.utc) -> Columns:
         run_at=parse_instant(headers.get("eta"), naive) if is_task else None,
         expires_at=parse_instant(headers.get("expires"), naive) if is_task else None,
         expires_in=_seconds(properties.get("expiration")),
+        unique_key=(unique_key := key_of(properties)),
+        take_over=unique_key is not None and continues(headers),
     )
 
 
@@ -76,6 +84,8 @@ def new_task(queue: str, payload: bytes, columns: Columns, message_ttl: float | 
         run_at=columns.run_at,
         expires_at=columns.expires_at,
         expires_in=_shortest(columns.expires_in, message_ttl),
+        unique_key=columns.unique_key,
+        take_over=columns.take_over,
     )
 
 
@@ -85,26 +95,6 @@ def clamp_priority(value: Any) -> int:
         return max(MIN_PRIORITY, min(MAX_PRIORITY, int(value)))
     except (TypeError, ValueError, OverflowError):
         return MIN_PRIORITY
-
-
-def short_text(value: Any) -> str | None:
-    """A text that every store can hold: a strange name must not fail a publish, the message has it in full."""
-    if not isinstance(value, str):
-        return None
-    return value.replace("\0", "").encode("utf-8", "replace").decode()[:MAX_NAME] or None
-
-
-def id_text(value: Any) -> str | None:
-    """An id as every store can hold it. One that has to be changed for that ends in its digest.
-
-    By ids executions are told apart: two that only begin alike must not become one, or revoking the one would cancel
-    the other.
-    """
-    text = short_text(value)
-    if text is None or text == value:
-        return text
-    digest = hashlib.sha256(value.encode("utf-8", "surrogatepass")).hexdigest()
-    return f"{text[: MAX_NAME - len(digest) - 1]}~{digest}"
 
 
 def _seconds(value: Any) -> float | None:

@@ -9,7 +9,7 @@ from datetime import tzinfo
 from typing import TYPE_CHECKING, Any
 
 from ..core.broker import Broker
-from ..core.errors import TaskgateError
+from ..core.errors import ConfigError, TaskgateError
 from ..core.model import NewTask
 from .capture import capture
 from .codec import Envelope, encode
@@ -44,8 +44,17 @@ def route(router: Router, envelope: Envelope) -> list[str]:
 
 
 def prepare(router: Router, envelope: Envelope, queues: Sequence[str], naive: tzinfo) -> list[NewTask]:
-    """One execution for each of the queues."""
+    """One execution for each of the queues.
+
+    Raises:
+        ConfigError: it has a unique key that can't be right, or goes to several queues with one.
+    """
     columns = columns_of(envelope, naive)
+    if columns.unique_key is not None and len(queues) > 1:
+        raise ConfigError(
+            f"a message with a unique key (here {columns.unique_key!r}) goes to one queue, since one execution has the "
+            f"key; exchange {envelope.exchange!r} sends this one to {', '.join(sorted(queues))}"
+        )
     payload = encode(envelope)
     return [new_task(queue, payload, columns, router.message_ttl(queue)) for queue in queues]
 

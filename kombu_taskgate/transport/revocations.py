@@ -17,9 +17,9 @@ from ..core.broker import Broker
 from ..core.model import MAX_NAME, Claim
 from ..core.revocations import Revocation
 from .codec import Envelope
-from .columns import id_text, short_text
 from .control import is_mailbox
 from .errors import Undecodable
+from .texts import id_text, short_text
 
 logger = logging.getLogger("kombu_taskgate.transport")
 
