@@ -11,12 +11,15 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kombu_taskgate.core.errors import TaskExists
+
+    from .task import Task
     from .throttled import Throttled
 
-__all__ = ["Throttled", "__version__"]
+__all__ = ["Task", "TaskExists", "Throttled", "__version__"]
 
 #: Where the names for tasks come from. They need Celery, which a program with kombu alone does not load.
-_HOMES = {"Throttled": "throttled"}
+_HOMES = {"Task": ".task", "TaskExists": "kombu_taskgate.core.errors", "Throttled": ".throttled"}
 
 #: Version of the installed distribution celery-taskgate.
 __version__: str = version("celery-taskgate")
@@ -25,4 +28,4 @@ __version__: str = version("celery-taskgate")
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    return getattr(import_module(_HOMES[name], __name__), name)

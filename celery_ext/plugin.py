@@ -13,17 +13,20 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from .unique import before_publish
+
 #: Names the receiver, so that it is connected once however often it is asked for.
 _UID = "taskgate"
 
 
 def install() -> None:
-    """Let workers of this process have the step, if this is a process that has Celery. Any number of times."""
+    """Let workers have the step, and messages their unique keys, if this process has Celery. Any number of times."""
     if "celery" not in sys.modules:
         return
     from celery import current_app, signals
 
     signals.worker_init.connect(_on_worker_init, weak=False, dispatch_uid=_UID)
+    signals.before_task_publish.connect(before_publish, weak=False, dispatch_uid=_UID)
     if sys.modules.get("celery.worker.consumer") is not None:
         add_step(current_app)
 

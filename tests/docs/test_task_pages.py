@@ -29,3 +29,11 @@ def test_throttling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(Throttled) as raised:
         tasks.fetch.run("somewhere")
     assert (raised.value.retry_after, raised.value.reason) == (30.0, "no place is free")
+
+
+def test_unique(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second invoice is refused, the second rebuild merged."""
+    tasks = module("unique.md", monkeypatch, tmp_path)
+    assert tasks.publish()
+    assert re.fullmatch(r"invoice 7 is pending, as task [0-9a-f-]{36}\n", capsys.readouterr().out)
+    tasks.app.close()

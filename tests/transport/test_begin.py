@@ -76,6 +76,21 @@ def test_of_a_short_run_only_the_end_is_written(connect_sql: Connect) -> None:
     assert not any(" SET begun" in statement for statement in written)
 
 
+def test_a_beginning_waits_as_long_as_an_acknowledgement(connect_sql: Connect) -> None:
+    """A turn for something else does not take it along before: the run may end by then."""
+    connection = connect_sql(ack_delay=1.0)
+    publish(connection, "q", 1, 2, 3)
+    with consuming(connection, "q", prefetch=4) as taken:
+        drain(connection, taken, 3)
+        taken[0].begin()
+        taken[1].reject()
+        wait_until(lambda: [row.reason for row in rows(connection)][1:] == ["rejected", None], "a turn")
+        assert not any(row.begun for row in rows(connection))
+        wait_until(lambda: rows(connection)[0].begun, "it is written")
+        taken[0].done()
+        taken[2].ack()
+
+
 def test_beginnings_are_written_together(connect_sql: Connect) -> None:
     """Of twenty that begin within a moment and go on, one UPDATE or few tell."""
     connection = connect_sql(ack_delay=0.2)

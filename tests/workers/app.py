@@ -112,6 +112,13 @@ def retry_after(self: Task, path: str) -> None:
 
 
 @app.task(bind=True)
+def replace(self: Task, path: str) -> None:
+    """Let another task take the own place."""
+    note("start", self)
+    raise self.replace(hold_until.s(path))
+
+
+@app.task(bind=True)
 def spawn(self: Task, number: int = 1) -> None:
     """Publish more work."""
     note("start", self)
