@@ -26,7 +26,7 @@ from kombu_taskgate.core.factory import open_broker
 from kombu_taskgate.core.model import Filter
 from kombu_taskgate.core.results import Finality, NewResult, Result
 from kombu_taskgate.core.settings import BrokerSettings
-from kombu_taskgate.transport.columns import id_text, short_text
+from kombu_taskgate.transport.texts import id_text, short_text
 from kombu_taskgate.transport.url import PREFIX, masked
 
 from .chords import STUCK_AT_ONCE, ChordMixin
