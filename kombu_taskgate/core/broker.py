@@ -19,6 +19,7 @@ from .model import (
     FailKind,
     Filter,
     HeartbeatResult,
+    Inspection,
     Lease,
     NewTask,
     Reason,
@@ -65,8 +66,13 @@ class Broker(Protocol):
         when one has failed or was canceled and ``fail_fast`` is set (its own fail-fast children can't exist
         yet), else ``pending``. A future ``run_at`` or ``delay`` waits.
 
+        A task_id of ``depends_on`` is a parent too. It has ended when a result that SUCCEEDED or ENDED is stored for
+        it, whatever becomes of its executions meanwhile; ENDED is a failure. The execution wakes, or is canceled with a
+        ``detail`` that names the parent, in the transaction that stores the result.
+
         Raises:
-            TaskNotFound: a parent does not exist. Nothing is stored.
+            TaskNotFound: a parent does not exist: of a task_id neither an execution nor a result is stored, nor is it
+                of an earlier one of these tasks. Nothing is stored.
             TaskExists: the business key has an execution, final ones included; or the unique key is locked, by an
                 execution that has not ended. Nothing is stored.
             PayloadTooLarge, ConfigError: the payload or a name is out of bounds. Nothing is stored.
@@ -218,7 +224,9 @@ class Broker(Protocol):
         A lease has run out when its ``lease_until`` has passed and, if it was claimed under a session, the
         session's end has passed too (at ``lease_until`` exactly it is still valid). Canceled-marked →
         ``canceled``; else lease_lost+1 → ``failed`` (reason ``lease_lost``) at ``lease_lost_max``, or
-        ``pending``. Also wakes or cancels blocked executions whose parents have all ended.
+        ``pending``. Also wakes or cancels blocked executions whose parents have all ended, among them those that
+        depend on a task of which nothing goes on and that has no result after which nothing follows: it is taken for
+        failed, unless something of its workflow (its root_id) goes on.
         """
 
     def drop_expired(self, queues: Sequence[str]) -> int:
@@ -285,6 +293,9 @@ class Broker(Protocol):
 
     def waiting(self, after: int = 0, limit: int = 1000) -> Sequence[Task]:
         """A page of the waiting executions of all queues: the first ``limit`` with ids above ``after``, in id order."""
+
+    def inspect(self, task_id: str) -> Inspection | None:
+        """What is stored of a task (executions with a type), or ``None``: no execution is stored."""
 
     def running(self, task_ids: Sequence[str]) -> set[str]:
         """Those of the task_ids under which an execution that has a type is running."""

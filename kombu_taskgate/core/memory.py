@@ -47,6 +47,7 @@ from .model import (
     FailKind,
     Filter,
     HeartbeatResult,
+    Inspection,
     Lease,
     NewTask,
     Reason,
@@ -57,7 +58,7 @@ from .model import (
     StateChange,
     Task,
 )
-from .results import NewResult, Result
+from .results import Finality, NewResult, Result, left_nothing, parent_ended
 from .revocations import Revocation
 from .settings import BrokerSettings, check_name
 from .topology import Binding, Exchange, Queue
@@ -111,6 +112,8 @@ class MemoryStore:
         self.tasks: dict[int, _Row] = {}
         #: Parent -> its children, of which some may be gone.
         self.children: dict[int, set[int]] = {}
+        #: (child, task_id of a parent) -> the workflow of that, if it is known.
+        self.waits: dict[tuple[int, str], str | None] = {}
         #: Session -> when it ends (ms).
         self.sessions: dict[int, int] = {}
         #: (key, window in ms) -> (start of the newest window, starts used in it).
@@ -181,7 +184,7 @@ class MemoryBroker:
         self._turn = 0
         self.topology = MemoryTopology(self._store, self._clock)
         self.revocations = MemoryRevocations(self._store, self._clock)
-        self.results = MemoryResults(self._store, self._clock, settings)
+        self.results = MemoryResults(self._store, self._clock, settings, self._transaction, self._said)
         self.chords = MemoryChords(self._store, self._clock, settings, self.enqueue_many)
 
     # -- publishing ---------------------------------------------------------------------------------
@@ -204,8 +207,18 @@ class MemoryBroker:
                     self._row(parent)
                 if task.unique_key is not None:
                     locks[task.unique_key] = not self._doomed(task)
+            self._check_parents(tasks)
             now = self._now()
             return [self._insert(task, now, changes) for task in tasks]
+
+    def _check_parents(self, tasks: Sequence[NewTask]) -> None:
+        stored = {row.task_id for row in self._rows() if row.type} | self._store.results.keys()
+        for task in tasks:
+            for name in task.depends_on:
+                if name not in stored:
+                    raise TaskNotFound(left_nothing(name, known=False))
+            if task.type:
+                stored.add(task.task_id)
 
     def _check_key(self, key: str, seen: set[str]) -> None:
         newest = max((row for row in self._rows() if row.key == key), key=_by_id, default=None)
@@ -231,7 +244,14 @@ class MemoryBroker:
 
     def _doomed(self, task: NewTask) -> bool:
         states = {self._row(parent).state for parent in task.parents}
-        return task.fail_fast and not states.isdisjoint({State.FAILED, State.CANCELED})
+        failed = not states.isdisjoint({State.FAILED, State.CANCELED})
+        return task.fail_fast and (failed or self._failed_parent(task) is not None)
+
+    def _failed_parent(self, task: NewTask) -> str | None:
+        """The parent of ``depends_on`` that dooms the task, in words."""
+        results = [self._store.results.get(name) for name in sorted(set(task.depends_on))]
+        ended = [one for one in results if one is not None and one.finality is Finality.ENDED]
+        return parent_ended(ended[0].task_id, ended[0].status) if ended and task.fail_fast else None
 
     def _check_new(self, task: NewTask) -> None:
         check_name(task.queue, "queue")
@@ -241,6 +261,10 @@ class MemoryBroker:
                 check_name(value, name)
         if task.run_at is not None and task.delay is not None:
             raise ConfigError("run_at and delay exclude each other: give one of them")
+        for name in task.depends_on:
+            check_name(name, "task id in depends_on")
+            if name == task.task_id:
+                raise ConfigError(f"task {name} can't depend on itself")
         _check_times(task.run_at, task.delay)
         _check_times(task.expires_at, task.expires_in)
         if task.priority not in _PRIORITIES:
@@ -255,7 +279,10 @@ class MemoryBroker:
 
     def _insert(self, task: NewTask, now: int, changes: Changes) -> int:
         parents = {parent: self._row(parent) for parent in task.parents}
-        waits_for = sum(parent.state not in FINAL for parent in parents.values())
+        results = {name: self._store.results.get(name) for name in sorted(set(task.depends_on))}
+        awaited = [name for name, one in results.items() if one is None or one.finality is Finality.OPEN]
+        failure = self._failed_parent(task)
+        waits_for = sum(parent.state not in FINAL for parent in parents.values()) + len(awaited)
         doomed = self._doomed(task)
         holder = self._holder(task.unique_key)
         if holder is not None:
@@ -282,7 +309,12 @@ class MemoryBroker:
             pending_parents=0 if doomed else waits_for,
             max_retry=task.max_retry,
             reason=Reason.PARENT.value if doomed else None,
+            detail=failure,
         )
+        if row.state is State.BLOCKED:
+            for name in awaited:
+                roots = (one.root_id for one in self._rows() if one.task_id == name and one.type and one.id != row.id)
+                self._store.waits[row.id, name] = next(reversed([*roots]), None)
         for parent_id in parents:
             self._store.children.setdefault(parent_id, set()).add(row.id)
         return row.id
@@ -535,7 +567,38 @@ class MemoryBroker:
             gone = [row for row in self._rows() if row.lease_until is not None and self._valid_until(row) < now]
             for row in gone:
                 self._lose(row, changes)
+            self._look_after_waits(changes)
             return len(gone)
+
+    def _look_after_waits(self, changes: Changes) -> None:
+        """A task that nothing goes on of, not even its workflow, and that has no result, is taken for failed."""
+        going_on = {row.task_id for row in self._rows() if row.type and row.state not in FINAL}
+        roots = {row.root_id for row in self._rows() if row.root_id and row.state in {*_READY, State.RUNNING}}
+        for (_, name), root_id in sorted(self._store.waits.items()):
+            if name not in going_on and root_id not in roots:
+                states = [row.state for row in self._rows() if row.task_id == name and row.type]
+                nothing = not states or states[-1] is State.COMPLETED
+                detail = left_nothing(name, known=True) if nothing else parent_ended(name, str(states[-1]))
+                self._said(name, False, detail, changes)
+
+    def _said(self, task_id: str, success: bool, detail: str, changes: Changes) -> None:
+        """A task has ended: wake who waits for its result, or cancel them."""
+        waits = sorted(child for child, name in self._store.waits if name == task_id)
+        for child in waits:
+            del self._store.waits[child, task_id]
+        canceled: list[_Row] = []
+        for row in (self._store.tasks[child] for child in waits):
+            if success or not row.fail_fast:
+                self._one_parent_less(row, changes)
+            else:
+                self._finish(row, State.CANCELED, self._now(), changes, Reason.PARENT, detail)
+                canceled.append(row)
+        self._tell_children(canceled, changes)
+
+    def _one_parent_less(self, row: _Row, changes: Changes) -> None:
+        row.pending_parents -= 1
+        if row.pending_parents == 0:
+            self._move(row, State.PENDING, changes)
 
     def _lose(self, row: _Row, changes: Changes, reason: Reason | None = None, detail: str | None = None) -> State:
         """Take it from a holder that is gone."""
@@ -674,6 +737,29 @@ class MemoryBroker:
         with self._transaction():
             rows = sorted((row for row in self._rows() if row.id > after and row.state in WAITING), key=_by_id)
             return [_shown(row) for row in rows[:limit]]
+
+    def inspect(self, task_id: str) -> Inspection | None:
+        with self._transaction():
+            rows = [row for row in self._rows() if row.task_id == task_id and row.type]
+            if not rows:
+                return None
+            row = max(rows, key=_by_id)
+            found = Inspection(_shown(row), len(rows))
+            now = self._now()
+            if row.state is State.RUNNING:
+                found.lease_until = self._valid_until(row)
+            elif row.state is State.BLOCKED:
+                found.waits_for = self._unfinished_parents(row)
+            elif row.state in _READY and row.run_at <= now:
+                ready = [r for r in self._rows() if r.queue == row.queue and r.state in _READY and r.run_at <= now]
+                found.position = sorted(ready, key=_claim_order).index(row) + 1
+            return found
+
+    def _unfinished_parents(self, row: _Row) -> Sequence[str]:
+        names = {name for child, name in self._store.waits if child == row.id}
+        parents = (self._store.tasks.get(id) for id, children in self._store.children.items() if row.id in children)
+        names |= {one.task_id for one in parents if one is not None and one.task_id and one.state not in FINAL}
+        return sorted(names)
 
     def running(self, task_ids: Sequence[str]) -> set[str]:
         with self._transaction():
@@ -820,15 +906,16 @@ class MemoryBroker:
         detail: str | None = None,
     ) -> None:
         """Make it final and tell its children: they wake, or are canceled and tell theirs."""
+        self._finish(row, state, self._now(), changes, reason, detail)
+        self._tell_children([row], changes)
+
+    def _tell_children(self, ended: Sequence[_Row], changes: Changes) -> None:
         now = self._now()
-        self._finish(row, state, now, changes, reason, detail)
-        ended = [row]
+        ended = [*ended]
         for parent in ended:
             for child in self._blocked_children(parent):
                 if parent.state is State.COMPLETED or not child.fail_fast:
-                    child.pending_parents -= 1
-                    if child.pending_parents == 0:
-                        self._move(child, State.PENDING, changes)
+                    self._one_parent_less(child, changes)
                 else:
                     self._finish(child, State.CANCELED, now, changes, Reason.PARENT)
                     ended.append(child)
@@ -845,11 +932,17 @@ class MemoryBroker:
         self._move(row, state, changes)
         row.finished_at = now
         row.pending_parents = 0
+        self._wait_for_nobody(row)
         row.cancel_requested = False
         row.reason = None if reason is None else reason.value
         row.detail = detail
 
+    def _wait_for_nobody(self, row: _Row) -> None:
+        for key in [key for key in self._store.waits if key[0] == row.id]:
+            del self._store.waits[key]
+
     def _remove(self, row: _Row) -> None:
+        self._wait_for_nobody(row)
         del self._store.tasks[row.id]
         self._store.children.pop(row.id, None)
 

@@ -3,29 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from .clock import Clock, to_ms
-from .results import Finality, NewResult, Result, check
+from .results import Finality, NewResult, Result, check, parent_ended
 from .settings import BrokerSettings, check_name, check_payload
 from .watch import Polling, Wake, Watch
 
 if TYPE_CHECKING:
-    from .memory import MemoryStore
+    from .memory import Changes, MemoryStore
 
 
 class MemoryResults:
-    """The :class:`~kombu_taskgate.core.results.Results` of a :class:`MemoryStore`."""
+    """The :class:`~kombu_taskgate.core.results.Results` of a :class:`MemoryStore`.
 
-    def __init__(self, store: MemoryStore, clock: Clock, settings: BrokerSettings) -> None:
+    Args:
+        store: the data.
+        clock: its time.
+        settings: of the broker.
+        transaction: a transaction of the broker's.
+        ended: told, in a transaction, the task_id of a task that has ended, whether well, and how.
+    """
+
+    def __init__(
+        self,
+        store: MemoryStore,
+        clock: Clock,
+        settings: BrokerSettings,
+        transaction: Callable[[], AbstractContextManager[Changes]],
+        ended: Callable[[str, bool, str, Changes], None],
+    ) -> None:
         self._store = store
         self._clock = clock
         self._settings = settings
+        self._transaction = transaction
+        self._ended = ended
 
     def store(self, result: NewResult) -> bool:
         """See the protocol."""
         check(result, self._settings.max_payload)
-        with self._store.changed:
+        with self._transaction() as changes:
             old = self._store.results.get(result.task_id)
             if not self._store.is_current(result) or (old is not None and not _gives_way(old, result)):
                 return False
@@ -45,6 +63,9 @@ class MemoryResults:
                 stored_at=now,
                 expires_at=None if result.expires_in is None else now + to_ms(result.expires_in),
             )
+            if result.finality is not Finality.OPEN:
+                how = parent_ended(result.task_id, result.status)
+                self._ended(result.task_id, result.finality is Finality.SUCCEEDED, how, changes)
         self._store.watchers.wake([result.task_id])
         return True
 
@@ -82,7 +103,8 @@ class MemoryResults:
         """See the protocol."""
         with self._store.changed:
             now = self._clock.now_ms()
-            results = {id: one.expires_at for id, one in self._store.results.items()}
+            awaited = {name for _, name in self._store.waits}
+            results = {id: one.expires_at for id, one in self._store.results.items() if id not in awaited}
             groups = {id: until for id, (_, until) in self._store.groups.items()}
             old_results, old_groups = _over(results, now)[:limit], _over(groups, now)[:limit]
             for id in old_results:

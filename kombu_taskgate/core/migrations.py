@@ -57,6 +57,11 @@ def _add_index(conn: sa.Connection, table: sa.Table, name: str) -> None:
         index.create(conn)
 
 
+def _waits(conn: sa.Connection, tables: Tables) -> None:
+    tables.waits.create(conn, checkfirst=True)
+    _add_columns(conn, tables.results, "awaited")
+
+
 def _add_columns(conn: sa.Connection, table: sa.Table, *names: str) -> None:
     """Add columns to a table, unless it has them."""
     known = {column["name"] for column in sa.inspect(conn).get_columns(table.name, schema=table.schema)}
@@ -76,6 +81,7 @@ STEPS: tuple[Step, ...] = (
     _results,
     _begun,
     _unique_keys,
+    _waits,
 )
 SCHEMA_VERSION = len(STEPS)
 

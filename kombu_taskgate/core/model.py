@@ -101,6 +101,8 @@ class NewTask:
         unique_key: at most one execution that has not ended has it: it is locked until then, however that comes about.
         take_over: take the lock of ``unique_key`` from a running execution of the same task_id, if one has it.
         parents: ids that must complete first.
+        depends_on: task_ids of tasks whose results must be a success first. A task_id may be of many executions, and
+            its result is what counts.
         fail_fast: canceled when a parent fails or is canceled; otherwise such a parent counts as done.
         max_retry: business failures after which it is ``failed``.
     """
@@ -121,6 +123,7 @@ class NewTask:
     unique_key: str | None = None
     take_over: bool = False
     parents: Sequence[int] = ()
+    depends_on: Sequence[str] = ()
     fail_fast: bool = True
     max_retry: int = 3
 
@@ -162,6 +165,25 @@ class Task:
     reason: str | None = None
     detail: str | None = None
     result: bytes | None = None
+
+
+@dataclass(slots=True)
+class Inspection:
+    """What is stored of a task: its newest execution and what only the other tables know of it.
+
+    Args:
+        task: the newest execution.
+        executions: how many are stored under its task_id.
+        lease_until: when its lease ends (ms) unless it is renewed; ``None``: it does not run.
+        position: place among those of its queue that can be claimed, 1 is the next; ``None``: it can't be.
+        waits_for: task_ids of the parents that it still waits for.
+    """
+
+    task: Task
+    executions: int
+    lease_until: int | None = None
+    position: int | None = None
+    waits_for: Sequence[str] = ()
 
 
 @dataclass(slots=True)

@@ -44,6 +44,7 @@ class ResultStatements:
         self._g = self.tables.groups.c
         self._c = self.tables.chords.c
         self._p = self.tables.chord_parts.c
+        self.waits = sql.waits
 
     def time(self, **parameters: Any) -> dict[str, Any]:
         """See :meth:`.statements.Statements.time`."""
@@ -78,6 +79,11 @@ class ResultStatements:
         )
 
     @property
+    def _may_be_replaced_unseen(self) -> sa.ColumnElement[bool]:
+        """The same, and nobody waits for what follows."""
+        return (self._r.awaited == 0) & self._may_replace
+
+    @property
     def _new(self) -> dict[sa.Column[Any], Any]:
         r = self._r
         return {
@@ -96,7 +102,18 @@ class ResultStatements:
 
     @cached_property
     def store_result(self) -> sa.Insert:
-        """Store a result if its lease is current, and in place of another one only if that gives way to it."""
+        """Store a result if its lease is current, and in place of another one only if that gives way to it.
+
+        Not where executions may wait for it: see store_awaited_result.
+        """
+        return self._store_where(self._may_be_replaced_unseen)
+
+    @cached_property
+    def store_awaited_result(self) -> sa.Insert:
+        """As store_result, also where executions may wait for it: who runs it has locked it, and looks after them."""
+        return self._store_where(self._may_replace)
+
+    def _store_where(self, may_replace: sa.ColumnElement[bool]) -> sa.Insert:
         new = self._new
         source = sa.select(*new.values()).where(self._lease_is_current)
         insert = self.dialect.insert(self.tables.results).from_select([column.name for column in new], source)
@@ -115,8 +132,11 @@ class ResultStatements:
                 **{column.name: self.dialect.inserted(insert, column) for column in replaced},
                 **lease,
                 "version": r.version + 1,
+                "awaited": sa.case(
+                    (self.dialect.inserted(insert, r.finality) == int(Finality.OPEN), r.awaited), else_=0
+                ),
             },
-            where=self._may_replace,
+            where=may_replace,
             outcome=r.outcome,
         )
 
@@ -140,7 +160,7 @@ class ResultStatements:
     @cached_property
     def get_results(self) -> Statement:
         """Results by task_id."""
-        return sa.select(*self._shown()).where(_in(self._r.task_id, "p_task_ids"))
+        return sa.select(*self._shown()).where(_in(self._r.task_id, "p_task_ids"), self._r.status != "")
 
     @cached_property
     def get_ended_results(self) -> Statement:
@@ -150,15 +170,32 @@ class ResultStatements:
 
     @cached_property
     def delete_results(self) -> Statement:
-        """Forget results."""
+        """Forget results that nobody waits for."""
+        return sa.delete(self.tables.results).where(_in(self._r.task_id, "p_task_ids"), self._r.awaited == 0)
+
+    @cached_property
+    def blank_results(self) -> Statement:
+        """Forget what is said by results for whose end executions may wait."""
+        r = self._r
+        said = (_in(r.task_id, "p_task_ids"), r.awaited == 1, r.status != "")
+        return sa.update(self.tables.results).where(*said).values(status="", payload=b"", version=0)
+
+    @cached_property
+    def delete_expired_results(self) -> Statement:
+        """Delete what pick_expired_results has found."""
         return sa.delete(self.tables.results).where(_in(self._r.task_id, "p_task_ids"))
 
     @cached_property
     def pick_expired_results(self) -> Statement:
-        """Results whose time is over, the oldest first; those that somebody is writing are left alone."""
-        r = self._r
+        """Results whose time is over, the oldest first; those that somebody is writing or waits for are left alone."""
+        r, w = self._r, self.tables.waits.c
         query = sa.select(r.task_id).where(r.expires_at.is_not(None), r.expires_at <= self._sql.now)
-        return query.order_by(r.expires_at).limit(_number("p_limit")).with_for_update(skip_locked=True)
+        query = query.where((r.awaited == 0) | ~sa.exists().where(w.parent_task_id == r.task_id))
+        return (
+            query.order_by(r.expires_at)
+            .limit(_number("p_limit"))
+            .with_for_update(skip_locked=True, of=self.tables.results)
+        )
 
     # -- groups --------------------------------------------------------------------------------------
 

@@ -17,6 +17,8 @@ from .watch import Wake, Watch
 
 #: Longest status, in characters.
 MAX_STATUS = 64
+#: Seconds for which is remembered, at the least, that somebody waits for a result. As long as somebody does it stays.
+WAIT_EXPIRES = 86400.0
 
 
 class Finality(IntEnum):
@@ -77,6 +79,21 @@ class Result:
     expires_at: int | None = None
 
 
+def parent_ended(task_id: str, how: str) -> str:
+    """Why an execution that waits for a task is canceled (column ``detail``)."""
+    return f"parent {task_id} has ended: {how}"
+
+
+def left_nothing(task_id: str, *, known: bool) -> str:
+    """The same of a task that has no result: one that nobody knows, or one that is over."""
+    if known:
+        return f"parent {task_id} has ended and left no result: does it ignore its result?"
+    return (
+        f"parent {task_id} is not known: it was never published to this broker, or it has ended and its result "
+        "is not kept"
+    )
+
+
 class Results(Protocol):
     """The stored results. Every method may be called from any thread, and may raise ``StoreUnavailable``."""
 
@@ -87,7 +104,8 @@ class Results(Protocol):
         stays. One that has ENDED gives way to what a later execution says, and to what is said under no lease. An OPEN
         one gives way unless it was stored under a newer lease. A ``fenced`` result whose lease is not current, because
         its execution was given back or is another's now, is refused; one whose row is gone or has ended is not.
-        Whoever watches is told.
+        Whoever watches is told. Executions that depend on the task (:attr:`.model.NewTask.depends_on`) wake, or are
+        canceled, in the same transaction when the result is one after which nothing follows.
 
         Raises:
             ConfigError: the task_id or the status is out of bounds.
@@ -98,7 +116,7 @@ class Results(Protocol):
         """Those of the results that are stored, by task_id; ``ended``: only those after which nothing follows."""
 
     def forget(self, task_ids: Collection[str]) -> int:
-        """Delete results; returns how many there were."""
+        """Delete results; returns how many there were. Who waits for what follows goes on waiting."""
 
     def save_group(self, group_id: str, payload: bytes, expires_in: float | None) -> None:
         """Store what a group consists of, in place of what was stored for it. Raises as :meth:`store`."""
@@ -110,7 +128,10 @@ class Results(Protocol):
         """Forget a group."""
 
     def sweep(self, limit: int = 1000) -> int:
-        """Delete at most ``limit`` results, and as many groups, whose time is over; returns the larger number."""
+        """Delete at most ``limit`` results, and as many groups, whose time is over; returns the larger number.
+
+        A result that is OPEN while an execution waits for what follows stays.
+        """
 
     def watch(self, wake: Wake) -> Watch:
         """Be told of new results, as far as the store can; close it in the end.

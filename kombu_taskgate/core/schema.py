@@ -58,6 +58,7 @@ class Tables:
         self.groups = self._groups()
         self.chords = self._chords()
         self.chord_parts = self._chord_parts()
+        self.waits = self._waits()
 
     def _table(self, name: str, *parts: sa.Column[Any] | sa.Index, **options: Any) -> sa.Table:
         return sa.Table(self.prefix + name, self.metadata, *parts, **self._options, **options)
@@ -236,7 +237,19 @@ class Tables:
             sa.Column("content_type", sa.String(MAX_NAME), nullable=False, server_default=""),
             sa.Column("content_encoding", sa.String(MAX_NAME), nullable=False, server_default=""),
             sa.Column("payload", self._dialect.blob_type, nullable=False),
+            # 1: an execution may wait for what follows, so that storing it must look at the waits table.
+            sa.Column("awaited", sa.SmallInteger, nullable=False, server_default="0"),
             self._index("results_expires", "expires_at", where="expires_at IS NOT NULL"),
+        )
+
+    def _waits(self) -> sa.Table:
+        return self._table(
+            "waits",
+            sa.Column("child_id", sa.BigInteger, primary_key=True, autoincrement=False),
+            _name("parent_task_id", primary_key=True),
+            # The workflow that the parent belongs to: while that goes on, another task may end in the parent's name.
+            _name("root_id"),
+            self._index("waits_parent", "parent_task_id"),
         )
 
     def _groups(self) -> sa.Table:

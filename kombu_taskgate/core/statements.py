@@ -16,6 +16,7 @@ from .clock import Clock
 from .dialects.base import Dialect
 from .model import FINAL, WAITING, State
 from .schema import LANE_BLOCKED, LANE_DELAYED, LANE_NONE, LANE_READY, Tables
+from .wait_statements import WaitStatements
 
 #: A new token keeps the order of claims in its high part and can't be guessed by its low one: after a database
 #: lost its last commits in a fail-over, the same number is not given to two holders.
@@ -58,6 +59,8 @@ class Statements:
         self._clock = clock
         self._t = tables.tasks.c
         self._by_number: dict[tuple[str, int], Statement] = {}
+        #: Those about executions that wait for results.
+        self.waits = WaitStatements(self)
 
     def time(self, **parameters: Any) -> dict[str, Any]:
         """The parameters, with the test clock's time where there is one."""
@@ -486,7 +489,7 @@ class Statements:
 
     @cached_property
     def pick_forgotten(self) -> Statement:
-        """Blocked rows none of whose parents is still to come."""
+        """Blocked rows none of whose parents is still to come, nor the result of one."""
         t, d = self._t, self.tables.deps.c
         parent = self.tables.tasks.alias("parent")
         waiting = (
@@ -494,7 +497,8 @@ class Statements:
             .where(d.child_id == t.id, parent.c.id == d.parent_id)
             .where(parent.c.state.not_in([state.value for state in sorted(FINAL)]))
         )
-        query = sa.select(t.id, t.queue, t.fail_fast).where(self._in_lane(LANE_BLOCKED), ~waiting)
+        waits = self.waits.waits_for_results
+        query = sa.select(t.id, t.queue, t.fail_fast).where(self._in_lane(LANE_BLOCKED), ~waiting, ~waits)
         return self._locking(query.order_by(t.run_at).limit(sa.bindparam("p_limit")), skip=True)
 
     @cached_property
@@ -721,6 +725,37 @@ class Statements:
         """Those of the task_ids p_task_ids under which an execution with a type runs."""
         t = self._t
         return sa.select(t.task_id).where(_in(t.task_id, "p_task_ids"), t.state == State.RUNNING.value, t.type != "")
+
+    @cached_property
+    def newest_of_task(self) -> Statement:
+        """Newest execution of a task, when its session's leases end, and the time."""
+        t, s = self._t, self.tables.sessions
+        query = sa.select(self.tables.tasks, s.c.until_, self.now.label("now"))
+        query = query.select_from(self.tables.tasks.outerjoin(s, s.c.id == t.session))
+        return query.where(t.task_id == sa.bindparam("p_task_id"), t.type != "").order_by(t.id.desc()).limit(1)
+
+    @cached_property
+    def count_executions(self) -> Statement:
+        """How many executions a task has."""
+        t = self._t
+        return (
+            sa.select(sa.func.count())
+            .select_from(self.tables.tasks)
+            .where(t.task_id == sa.bindparam("p_task_id"), t.type != "")
+        )
+
+    @cached_property
+    def count_before(self) -> Statement:
+        """How many of a queue are claimed before (p_rank, p_run_at, p_id), of those that are ready or due."""
+        t = self._t
+        rank, run_at = (sa.bindparam(name, type_=sa.BigInteger) for name in ("p_rank", "p_run_at"))
+        earlier = (t.run_at < run_at) | ((t.run_at == run_at) & (t.id < sa.bindparam("p_id", type_=sa.BigInteger)))
+        before = (t.queue == sa.bindparam("p_queue"), (t.rank_ < rank) | ((t.rank_ == rank) & earlier))
+        ready = sa.select(sa.func.count().label("number")).where(self._in_lane(LANE_READY), *before)
+        due = sa.select(sa.func.count().label("number")).where(
+            self._in_lane(LANE_DELAYED), t.run_at <= self.now, *before
+        )
+        return sa.select(ready.scalar_subquery() + due.scalar_subquery())
 
     @cached_property
     def queue_lens(self) -> Statement:

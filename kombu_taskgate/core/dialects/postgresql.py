@@ -127,7 +127,12 @@ class PostgreSQL(Dialect):
         where: sa.ColumnElement[bool] | None = None,
         outcome: sa.Column[Any] | None = None,
     ) -> sa.Insert:
-        return insert.on_conflict_do_update(index_elements=keys, set_=values, where=where)  # type: ignore[no-any-return]  # as above
+        upsert = insert.on_conflict_do_update(index_elements=keys, set_=values, where=where)
+        # A driver's row count is not kept for an INSERT; a row that was stored is returned.
+        return upsert if where is None else upsert.returning(*keys)  # type: ignore[no-any-return]  # as above
+
+    def took_effect(self, result: sa.CursorResult[Any]) -> bool:
+        return result.first() is not None
 
     def ignore_known(self, insert: Any, keys: Sequence[sa.Column[Any]]) -> sa.Insert:
         return insert.on_conflict_do_nothing()  # type: ignore[no-any-return]  # as above

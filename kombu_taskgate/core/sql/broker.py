@@ -22,6 +22,7 @@ from ..model import (
     FailKind,
     Filter,
     HeartbeatResult,
+    Inspection,
     Lease,
     NewTask,
     Reason,
@@ -38,7 +39,7 @@ from ..settings import BrokerSettings, check_name, check_payload, storable
 from ..statements import Statements
 from ..wakeup import Wakeup
 from ..watch import Polling, Wake, Watch
-from . import claim, control, leases, publish, queries, quota, settle
+from . import claim, control, leases, publish, queries, quota, settle, waits
 from .chords import SqlChords
 from .looks import Looks, channel_name
 from .results import SqlResults
@@ -88,7 +89,12 @@ class SqlBroker:
         tells = dialect.notifies and settings.listen
         channel = channel_name(self.tables)
         self.results = SqlResults(
-            self.database, results, settings, self._max_payload, f"{channel}_r" if tells else None
+            self.database,
+            results,
+            settings,
+            self._max_payload,
+            f"{channel}_r" if tells else None,
+            self.work_together,
         )
         self.chords = SqlChords(self.database, results, self.work_together, self._max_payload, self._insert_returning)
         self._extend = self.sql.extend(ttls, to_ms(settings.lease_ttl))
@@ -142,6 +148,9 @@ class SqlBroker:
 
         result = self.database.transaction(attempt, confirm=confirm, reserved=reserved)
         work, told, since = works[-1]
+        if work.unserved:
+            # The next round looks after those who wait for nothing.
+            self._repaired_at, self._calm_until = -REPAIR_EVERY, 0.0
         if work.woken and self._tells:
             self._told(work.woken, told, since)
         if self._notify is not None:
@@ -439,14 +448,15 @@ class SqlBroker:
         repair = now - self._repaired_at >= REPAIR_EVERY
         if not repair and not self._anything_lost():
             return 0
+        if repair:
+            self._repaired_at = now
+            self._run(waits.look_after, confirm=repeat)
         total = 0
         while True:
             number = self._run(lambda work: leases.reap(work, repair=repair), confirm=repeat)
             total += number
             if number < leases.REAP:
                 break
-        if repair:
-            self._repaired_at = now
         if total:
             self.wake()
         return total
@@ -534,6 +544,10 @@ class SqlBroker:
         return [
             queries.to_task(row) for row in self.database.read(lambda c: c.execute(self.sql.see_waiting, page).all())
         ]
+
+    def inspect(self, task_id: str) -> Inspection | None:
+        """See the contract."""
+        return self.database.read(lambda conn: queries.inspect(conn, self.sql, task_id))
 
     def running(self, task_ids: Sequence[str]) -> set[str]:
         """See the contract."""

@@ -30,30 +30,44 @@ def finish(
             p_result=result,
         )
     work.changed(rows, state)
-    tell_children(work, [row.id for row in rows if row.linked], completed=state is State.COMPLETED)
+    linked = [row.id for row in rows if row.linked]
+    leave(work, linked)
+    tell_children(work, linked, completed=state is State.COMPLETED)
+
+
+def leave(work: Work, linked: Sequence[int]) -> None:
+    """Rows with links have ended: they wait for nobody. Note it if others wait for what they may have left undone."""
+    for part in chunks(linked):
+        work.run(work.sql.waits.delete_waits_of, p_ids=part)
+        work.unserved = work.unserved or work.run(work.sql.waits.waited_for, p_ids=part).first() is not None
 
 
 def tell_children(work: Work, parents: Sequence[int], *, completed: bool) -> None:
     """The parents have ended: wake blocked children that wait for nobody else; cancel fail-fast ones otherwise."""
     ended = list(parents)
     while ended:
-        canceled: dict[int, Any] = {}
-        freed: dict[int, Any] = {}
-        fewer: Counter[int] = Counter()
-        for part in chunks(ended):
-            for child in work.run(work.sql.blocked_children, p_ids=part):
-                if child.fail_fast and not completed:
-                    canceled[child.id] = child
-                else:
-                    freed[child.id] = child
-                    fewer[child.id] += 1
-        for id, number in fewer.items():
-            if id not in canceled:
-                work.run(work.sql.fewer_parents, p_id=id, p_number=number)
-        free = [child for id, child in freed.items() if id not in canceled and child.pending_parents <= fewer[id]]
-        wake(work, free)
-        cancel_blocked(work, list(canceled.values()))
-        ended, completed = list(canceled), False
+        links = [child for part in chunks(ended) for child in work.run(work.sql.blocked_children, p_ids=part)]
+        ended, completed = release(work, links, completed=completed), False
+
+
+def release(work: Work, links: Sequence[Any], *, completed: bool, detail: str | None = None) -> list[int]:
+    """Parents of blocked children (a row per link) have ended; returns which of the children are canceled."""
+    canceled: dict[int, Any] = {}
+    freed: dict[int, Any] = {}
+    fewer: Counter[int] = Counter()
+    for child in links:
+        if child.fail_fast and not completed:
+            canceled[child.id] = child
+        else:
+            freed[child.id] = child
+            fewer[child.id] += 1
+    for id, number in fewer.items():
+        if id not in canceled:
+            work.run(work.sql.fewer_parents, p_id=id, p_number=number)
+    free = [child for id, child in freed.items() if id not in canceled and child.pending_parents <= fewer[id]]
+    wake(work, free)
+    cancel_blocked(work, list(canceled.values()), detail)
+    return list(canceled)
 
 
 def wake(work: Work, rows: Sequence[Any]) -> None:
@@ -64,7 +78,7 @@ def wake(work: Work, rows: Sequence[Any]) -> None:
     work.became(rows, State.BLOCKED, State.PENDING)
 
 
-def cancel_blocked(work: Work, rows: Sequence[Any]) -> None:
+def cancel_blocked(work: Work, rows: Sequence[Any], detail: str | None = None) -> None:
     """Blocked rows (id, queue) will never run: a parent failed. Their children are the caller's business."""
     for part in chunks(rows):
         work.run_timed(
@@ -72,14 +86,16 @@ def cancel_blocked(work: Work, rows: Sequence[Any]) -> None:
             p_ids=[row.id for row in part],
             p_state=State.CANCELED.value,
             p_reason=Reason.PARENT.value,
-            p_detail=None,
+            p_detail=detail,
             p_result=None,
         )
+    leave(work, [row.id for row in rows])
     work.became(rows, State.BLOCKED, State.CANCELED)
 
 
 def remove(work: Work, ids: Sequence[int], linked: Sequence[int]) -> None:
     """Delete rows, and the links of those that have any."""
+    leave(work, linked)
     for part in chunks(linked):
         work.run(work.sql.delete_deps, p_ids=part)
     for part in chunks(ids):

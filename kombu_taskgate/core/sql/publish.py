@@ -13,6 +13,7 @@ from ..errors import ConfigError, TaskExists, TaskNotFound
 from ..model import FINAL, NewTask, Reason, State
 from ..schema import LANE_BLOCKED, LANE_NONE, LANE_READY
 from ..settings import check_name, check_payload
+from . import waits
 from .work import CHUNK, Work, chunks
 
 #: Most payload bytes in one INSERT of many rows; servers bound the length of a statement.
@@ -36,11 +37,20 @@ def check(task: NewTask, max_payload: int) -> None:
         check_name(task.type, "task type")
     if task.run_at is not None and task.delay is not None:
         raise ConfigError("give run_at or delay, not both")
+    check_depends(task)
     check_times(task.run_at, task.delay)
     check_times(task.expires_at, task.expires_in)
     if not -32767 <= task.priority <= 32767:
         raise ConfigError(f"priority must fit 16 bits, not {task.priority}")
     check_payload(task.payload, f"message for queue {task.queue!r}", max_payload)
+
+
+def check_depends(task: NewTask) -> None:
+    """Raise ConfigError for parents that can't be."""
+    for name in task.depends_on:
+        check_name(name, "task id in depends_on")
+        if name == task.task_id:
+            raise ConfigError(f"task {name} can't depend on itself")
 
 
 def check_times(instant: int | None, seconds: float | None) -> None:
@@ -77,7 +87,8 @@ class Stored:
 def enqueue(work: Work, tasks: Sequence[NewTask], *, returning: bool) -> Stored:
     """Store all of them. ``returning``: whether one statement can store many rows and tell their ids."""
     if len(tasks) == 1 or not returning or any(not _simple(task) for task in tasks):
-        ids = [_enqueue_one(work, task) for task in tasks]
+        parents = waits.expect(work, tasks)
+        ids = [_enqueue_one(work, task, parents) for task in tasks]
     else:
         ids = _enqueue_simple(work, tasks)
     return Stored(ids, work.mark)
@@ -112,11 +123,11 @@ def _parts(tasks: Sequence[NewTask]) -> Iterator[list[NewTask]]:
 
 
 def _simple(task: NewTask) -> bool:
-    plain = not task.parents and task.key is None and task.unique_key is None
+    plain = not task.parents and not task.depends_on and task.key is None and task.unique_key is None
     return plain and task.run_at is None and not task.delay and task.expires_in is None
 
 
-def _enqueue_one(work: Work, task: NewTask) -> int:
+def _enqueue_one(work: Work, task: NewTask, known: dict[str, waits.Parent]) -> int:
     if _simple(task):
         id = insert(work, work.sql.store_ready, expires_at=task.expires_at, **_plain(task))
         state = State.PENDING
@@ -126,7 +137,12 @@ def _enqueue_one(work: Work, task: NewTask) -> int:
         if task.unique_key is not None:
             free_lock(work, task.unique_key, task.task_id if task.take_over else None)
         parents = sorted(set(task.parents))
+        awaited, failure = waits.first_state(task, known)
         state, pending = _first_state(work, task, parents)
+        if failure is not None:
+            state = State.CANCELED
+        elif awaited and state is not State.CANCELED:
+            state, pending = State.BLOCKED, pending + len(awaited)
         id = insert(
             work,
             work.sql.store_task,
@@ -135,13 +151,19 @@ def _enqueue_one(work: Work, task: NewTask) -> int:
             key_=task.key,
             unique_key=task.unique_key,
             lock_=None if state in FINAL else task.unique_key,
-            pending_parents=pending,
-            linked=int(bool(parents)),
+            pending_parents=pending if state is State.BLOCKED else 0,
+            linked=int(bool(parents or awaited)),
             state=state.value,
             reason=Reason.PARENT.value if state is State.CANCELED else None,
+            detail=failure,
         )
         if parents:
             _link(work, id, parents)
+        if state is State.BLOCKED:
+            waits.wait(work, id, awaited, known)
+    if task.task_id in known and task.type:
+        known[task.task_id].known = True
+        known[task.task_id].root_id = task.root_id
     if state is State.PENDING:
         # A delayed one too: who sleeps until the next is due may have to wake earlier.
         work.woken.add(task.queue)

@@ -7,7 +7,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from ..model import Filter, State, Task
+from ..model import WAITING, Filter, Inspection, State, Task
 from ..schema import Tables
 from ..statements import Statements
 from .work import chunks
@@ -66,6 +66,23 @@ def queue_lens(conn: sa.Connection, sql: Statements, queues: Iterable[str]) -> d
 def counts(conn: sa.Connection, sql: Statements) -> dict[tuple[str, State], int]:
     """Rows per (type, state)."""
     return {(row[0], State(row[1])): row[2] for row in conn.execute(sql.counts)}
+
+
+def inspect(conn: sa.Connection, sql: Statements, task_id: str) -> Inspection | None:
+    """What is stored of a task."""
+    row = conn.execute(sql.newest_of_task, sql.time(p_task_id=task_id)).first()
+    if row is None:
+        return None
+    task = to_task(row)
+    found = Inspection(task, int(conn.execute(sql.count_executions, {"p_task_id": task_id}).scalar_one()))
+    if task.state is State.RUNNING:
+        found.lease_until = max(row.lease_until or 0, row.until_ or 0)
+    elif task.state is State.BLOCKED:
+        found.waits_for = sorted(conn.execute(sql.waits.unfinished_parents, {"p_id": task.id}).scalars())
+    elif task.state in WAITING and task.run_at <= row.now:
+        place = sql.time(p_queue=task.queue, p_rank=row.rank_, p_run_at=task.run_at, p_id=task.id)
+        found.position = int(conn.execute(sql.count_before, place).scalar_one()) + 1
+    return found
 
 
 def running(conn: sa.Connection, sql: Statements, task_ids: Sequence[str]) -> set[str]:

@@ -10,16 +10,17 @@ from typing import Any
 import sqlalchemy as sa
 
 from ..clock import to_ms
-from ..database import Database
+from ..database import Confirm, Database
 from ..errors import TaskgateError
 from ..listener import Listener
 from ..notifier import RESULTS, ResultNotifier, listed, text_of
 from ..result_statements import ResultStatements
-from ..results import Finality, NewResult, Result, check
+from ..results import Finality, NewResult, Result, check, parent_ended
 from ..settings import BrokerSettings, check_name, check_payload
 from ..watch import Polling, Wake, Watch
 from ..watchers import Watchers
-from .work import chunks, repeat
+from . import waits
+from .work import Work, chunks, repeat
 
 logger = logging.getLogger("kombu_taskgate.results")
 
@@ -33,16 +34,24 @@ class SqlResults:
         settings: of the broker.
         max_payload: largest payload in bytes.
         channel: on which results are told; ``None``: they are not.
+        together: runs something in one of the broker's transactions.
     """
 
     def __init__(
-        self, database: Database, sql: ResultStatements, settings: BrokerSettings, max_payload: int, channel: str | None
+        self,
+        database: Database,
+        sql: ResultStatements,
+        settings: BrokerSettings,
+        max_payload: int,
+        channel: str | None,
+        together: Callable[[Callable[[Work], bool], Confirm[bool] | None], bool],
     ) -> None:
         self._database = database
         self._sql = sql
         self._settings = settings
         self._max_payload = max_payload
         self._channel = channel
+        self._together = together
         self._notifier = ResultNotifier()
         self._watchers = Watchers()
         self._listener: Listener | None = None
@@ -65,6 +74,36 @@ class SqlResults:
             )
         if stored:
             self._watchers.wake([result.task_id])
+            return True
+        return self._is_awaited(result) and self._store_awaited(result)
+
+    def _is_awaited(self, result: NewResult) -> bool:
+        """Whether it was not stored because executions may wait for it."""
+        asked = {"p_task_id": result.task_id}
+        return self._database.read(lambda conn: conn.execute(self._sql.waits.is_awaited, asked).first() is not None)
+
+    def _store_awaited(self, result: NewResult) -> bool:
+        """Store a result and wake who waits for it, or cancel them, in one transaction."""
+
+        def part(work: Work) -> bool:
+            # Before anything is read: a child that is being stored is seen, or sees what is stored here.
+            work.run(self._sql.waits.lock_result, p_task_id=result.task_id)
+            done = work.run_timed(self._sql.store_awaited_result, **_parameters(result))
+            if not self._database.dialect.took_effect(done):
+                return False
+            if result.finality is not Finality.OPEN:
+                detail = parent_ended(result.task_id, result.status)
+                waits.ended(work, result.task_id, detail, result.finality)
+            return True
+
+        def confirm(conn: sa.Connection, stored: bool) -> bool:
+            row = conn.execute(self._sql.get_results, {"p_task_ids": [result.task_id]}).first()
+            mine = (result.status, result.payload, result.execution)
+            return not stored or (row is not None and (row.status, bytes(row.payload), row.execution) == mine)
+
+        stored = self._together(part, confirm)
+        if stored:
+            self.tell([result.task_id])
         return stored
 
     def _store(self, conn: sa.Connection, parameters: dict[str, Any]) -> bool:
@@ -89,8 +128,9 @@ class SqlResults:
     def forget(self, task_ids: Collection[str]) -> int:
         """See the protocol."""
         return sum(
-            self._database.write(partial(_delete, statement=self._sql.delete_results, parameters={"p_task_ids": part}))
+            self._database.write(partial(_delete, statement=statement, parameters={"p_task_ids": part}))
             for part in chunks(sorted(set(task_ids)))
+            for statement in (self._sql.blank_results, self._sql.delete_results)
         )
 
     # -- groups --------------------------------------------------------------------------------------
@@ -115,7 +155,7 @@ class SqlResults:
 
     def sweep(self, limit: int = 1000) -> int:
         """See the protocol."""
-        results = self._sweep(self._sql.pick_expired_results, self._sql.delete_results, "p_task_ids", limit)
+        results = self._sweep(self._sql.pick_expired_results, self._sql.delete_expired_results, "p_task_ids", limit)
         return max(results, self._sweep(self._sql.pick_expired_groups, self._sql.delete_group, "p_group_ids", limit))
 
     def _sweep(self, pick: sa.Executable, delete: sa.Executable, name: str, limit: int) -> int:

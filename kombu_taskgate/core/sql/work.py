@@ -32,7 +32,7 @@ def repeat(conn: sa.Connection, result: object) -> bool:
 class Work:
     """One transaction: its connection, the statements, what to announce after commit, who has work."""
 
-    __slots__ = ("announce", "changes", "conn", "mark", "settings", "sql", "woken")
+    __slots__ = ("announce", "changes", "conn", "mark", "settings", "sql", "unserved", "woken")
 
     def __init__(self, conn: sa.Connection, sql: Statements, settings: BrokerSettings, *, announce: bool) -> None:
         self.announce = announce
@@ -44,6 +44,8 @@ class Work:
         self.mark: int | None = None
         #: Queues that have got work which somebody may wait for.
         self.woken: set[str] = set()
+        #: A task has ended, and somebody may wait for a result that it has not left.
+        self.unserved = False
 
     def run(self, statement: sa.Executable, **parameters: Any) -> sa.CursorResult[Any]:
         """Run a statement that does not ask for the time."""

@@ -64,6 +64,13 @@ class ResultCases(Cases):
         assert set(broker.results.get(ids, ended=True)) == {*ids[::10], ids[2]}
         assert broker.results.forget(ids) == 102
 
+    def test_told_or_not(self, store: Store, clock: FakeClock) -> None:
+        """Whether a result was stored is known also where others are not told of it."""
+        broker = store.open(clock=clock, listen=False)
+        assert broker.results.store(new("STARTED", OPEN))
+        assert broker.results.store(new())
+        assert not broker.results.store(new())
+
     def test_open_result_gives_way(self, broker: Broker) -> None:
         """What is not final is replaced by what comes later, whoever says it."""
         for number, (status, finality) in enumerate(

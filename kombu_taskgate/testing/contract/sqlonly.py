@@ -22,6 +22,7 @@ from kombu_taskgate.core.broker import Broker
 from kombu_taskgate.core.errors import SchemaError, StoreUnavailable, TaskgateError
 from kombu_taskgate.core.memory import MemoryBroker
 from kombu_taskgate.core.model import FailKind, Filter, Lease, State
+from kombu_taskgate.core.results import Finality, NewResult
 from kombu_taskgate.core.settings import BrokerSettings
 from kombu_taskgate.testing.clock import FakeClock
 from kombu_taskgate.testing.faults import FailAt
@@ -61,6 +62,7 @@ WRITES: dict[str, Call] = {
     "cancel_running": lambda broker, lease, id: broker.cancel(lease.id),
     "cancel_waiting": lambda broker, lease, id: len(broker.cancel_waiting([id, lease.id])),
     "purge": lambda broker, lease, id: broker.purge(QUEUE),
+    "wake": lambda broker, lease, id: broker.results.store(NewResult("p", "SUCCESS", Finality.SUCCEEDED, b"1")),
     "reap": lambda broker, lease, id: broker.reap_expired(),
     "quota": lambda broker, lease, id: broker.queue_quota("k", 1, 60.0) is not None,
 }
@@ -76,6 +78,8 @@ def _prepare(broker: Broker, clock: FakeClock) -> tuple[Lease, int]:
     lease = take(broker, owner="w")
     put(broker, "later", parents=[lease.id])
     waiting = put(broker)
+    put(broker, "parents", type="t", task_id="p")
+    put(broker, "later", type="t", depends_on=["p"])
     clock.advance(10.001)
     return lease, waiting
 
@@ -109,6 +113,8 @@ def _back_to_the_first(broker: SqlBroker) -> None:
             index.drop(conn)
         for column in ADDED:
             conn.exec_driver_sql(f"ALTER TABLE {table} DROP COLUMN {column}")
+        results = conn.dialect.identifier_preparer.format_table(broker.tables.results)
+        conn.exec_driver_sql(f"ALTER TABLE {results} DROP COLUMN awaited")
         conn.execute(sa.update(broker.tables.version).values(version=1))
 
 

@@ -20,6 +20,7 @@ from .sqlonly import SqlCases
 from .topology import TopologyCases
 from .transitions import TransitionCases
 from .unique import UniqueCases
+from .waits import WaitCases
 
 
 class BrokerContract(
@@ -40,6 +41,7 @@ class BrokerContract(
     QuotaCases,
     TopologyCases,
     TransitionCases,
+    WaitCases,
     SqlCases,
 ):
     """The broker contract. A subclass names the store with a fixture ``store``."""
