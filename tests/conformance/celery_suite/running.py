@@ -109,6 +109,8 @@ class Suite:
                 name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "CELERY", "TEST_"))
             },
             **self.environment,
+            # Some tests run the command celery.
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
             "PYTHONPATH": os.pathsep.join([str(self.folder), str(ROOT)]),
             "PYTHONDONTWRITEBYTECODE": "1",
             "SUITE_RECORD": str(record),
