@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from billiard.einfo import ExceptionInfo
 from celery import Celery
-from celery.exceptions import Reject, TaskRevokedError, Terminated, TimeLimitExceeded, WorkerLostError
+from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError, Terminated, TimeLimitExceeded, WorkerLostError
 from celery.worker import state
+from celery.worker.request import create_request_cls
 
 from celery_ext.worker.request import forget, request_class, waiting
 from kombu_taskgate.core.model import State, Task
@@ -163,4 +165,80 @@ def test_other_strategies_keep_what_they_have() -> None:
     """How a strategy of the app's own starts tasks is not known, so nothing of it is given back early."""
     bench = Bench(Strategy="tests.workers.requests:a_strategy")
     assert waiting(bench.app, "worker@bench") == []
+    bench.close()
+
+
+# -- early acknowledgements ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def early() -> Iterator[Bench]:
+    """A message that is acknowledged when its run begins, and whose run has begun."""
+    made = Bench(acks_late=False)
+    state.task_reserved(made.request)
+    made.request.on_accepted(1, 0.0)
+    yield made
+    made.close()
+
+
+def begun(bench: Bench) -> bool:
+    row = bench.row()
+    return row is not None and row.begun
+
+
+def test_early_acknowledgement_keeps_the_row(early: Bench) -> None:
+    assert begun(early)
+    assert early.request.acknowledged
+    early.request.on_timeout(True, 1)
+    assert begun(early), "the soft limit is the task's own matter"
+    early.request.on_success((False, None, 0.1))
+    assert early.row() is None
+
+
+def test_every_class_for_requests_tells_the_end(early: Bench) -> None:
+    """Celery makes one for each task, which does not call ours."""
+    made = create_request_cls(type(early.request), early.task, FakePool(), "worker@bench", None, app=early.app)
+    assert "on_success" in vars(made)
+    made.on_success(early.request, (False, None, 0.1))
+    assert early.row() is None
+
+
+class FakePool:
+    def apply_async(self) -> None:
+        """Nothing is handed to it."""
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("no"), Retry(), Ignore(), Reject(requeue=True), Reject(), Terminated(9), WorkerLostError("9")]
+)
+def test_early_acknowledged_run_that_fails_is_settled(early: Bench, error: BaseException) -> None:
+    early.fails_with(error)
+    assert early.row() is None
+
+
+def test_early_acknowledged_run_past_its_time_limit_is_settled(early: Bench) -> None:
+    early.request.on_timeout(False, 1)
+    assert early.row() is None
+
+
+def test_early_acknowledged_run_that_the_worker_ends_is_lost(early: Bench) -> None:
+    """Celery tells its caller that it is going to be tried again, and nobody will."""
+    early.request._already_cancelled = True
+    early.fails_with(Terminated(15))
+    row = early.row()
+    assert row is not None
+    assert (row.state, row.reason) == (State.FAILED, "lost")
+    assert (row.detail or "").startswith("the worker ended its run: ")
+
+
+def test_revoke_before_the_run_begins_is_settled_when_it_does() -> None:
+    """revoke(terminate=True) of what the pool has not announced: it is ended as soon as it begins."""
+    bench = Bench(acks_late=False)
+    state.task_reserved(bench.request)
+    ended: list[Any] = []
+    pool = SimpleNamespace(terminate_job=lambda pid, signal: ended.append(pid))
+    bench.request.terminate(pool, "TERM")
+    bench.request.on_accepted(7, 0.0)
+    assert ended == [7]
+    assert bench.row() is None
     bench.close()
