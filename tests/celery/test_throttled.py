@@ -124,7 +124,7 @@ def ran_twice_more(lab: Lab, id: str, seconds: float) -> None:
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("pool", POOLS)
 def test_on_each_pool(make_lab: MakeLab, postgresql_url: str, pool: str, late: bool) -> None:
-    """Without retries left, and with autoretry_for=(Exception,): it is no failure."""
+    """More often than it may be retried, and with autoretry_for=(Exception,): it is no failure."""
     installed(pool)
     lab = make_lab(postgresql_url, conf={} if late else EARLY, lease_ttl=LONG)
     worker = lab.start_worker(*POOLS[pool])

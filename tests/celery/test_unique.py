@@ -80,12 +80,12 @@ def test_name_and_arguments(app: Celery) -> None:
 
 def test_format_string_and_function(app: Celery) -> None:
     """Over the arguments by name or place; a function may answer that it needs no key."""
-    make(app, unique_key="invoice-{customer}-{0}-{number}").delay("ann", number=3)
+    make(app, unique_key="invoice-{customer}-{0}-{number}-{extra}").delay("ann", number=3, extra=5)
     by_function = Celery("other", broker=app.conf.broker_url)
     task = make(by_function, unique_key=lambda customer, number=1: f"f-{customer}" if number > 1 else None)
     task.delay("ann")
     task.delay("ann", 2)
-    assert keys(app) == ["invoice-ann-ann-3", None, "f-ann"]
+    assert keys(app) == ["invoice-ann-ann-3-5", None, "f-ann"]
     by_function.close()
 
 
@@ -310,8 +310,10 @@ def test_retry_that_was_published_already(app: Celery) -> None:
     app.send_task("t", **options)
     app.send_task("t", **options)
     assert keys(app) == ["k"]
-    with pytest.raises(TaskExists):
-        app.send_task("t", task_id="other", unique_key="k", retries=1)
+    for other in ({"task_id": "other", "retries": 1}, {"task_id": "t"}):
+        with pytest.raises(TaskExists):
+            app.send_task("t", unique_key="k", **other)
+    assert keys(app) == ["k"]
 
 
 def test_refused_inside_a_task(app: Celery) -> None:

@@ -185,7 +185,7 @@ class Busy(Throttled):
         self.host = host
 
 
-@app.task(bind=True, max_retries=0, autoretry_for=(Exception,))
+@app.task(bind=True, max_retries=1, autoretry_for=(Exception,))
 def throttle(self: Task, times: int, seconds: float) -> None:
     """Ask to run later a few times."""
     note("start", self, retries=self.request.retries)
