@@ -16,6 +16,7 @@ from ..core.errors import TaskExists, TaskgateError
 from ..core.settings import check_name
 from ..core.topology import Binding, Exchange, Queue
 from ..core.within import within
+from . import depends
 from .capture import capture
 from .codec import Envelope
 from .control import is_mailbox, tell_published
@@ -323,6 +324,7 @@ class Channel(StdChannel):
             BrokerUnavailable: it may not be stored.
             MessageTooLarge, ConfigError: it can't be stored.
             TaskExists: another that has not ended has its ``unique_key`` (a property of the message).
+            TaskNotFound: it depends on a task that nobody knows.
             NotFound: there is no such exchange.
         """
         connection = self._open()
@@ -335,6 +337,7 @@ class Channel(StdChannel):
                 self._unroutable(message, envelope, tell=mandatory)
                 return
             tasks = prepare(connection.router, envelope, queues, connection.options.naive)
+            depends.check(connection, tasks)
             if capture(connection.settings, tasks):
                 return
             if len(tasks) == 1:

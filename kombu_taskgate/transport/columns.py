@@ -9,6 +9,7 @@ from typing import Any
 from ..core.model import NewTask
 from .codec import Envelope
 from .texts import id_text, short_text
+from .depends import DEPENDS_ON, IGNORE_FAILURE, task_ids
 from .times import parse_instant, with_zone
 from .unique import continues, key_of
 
@@ -32,6 +33,9 @@ class Columns:
     expires_in: float | None
     unique_key: str | None = None
     take_over: bool = False
+    depends_on: tuple[str, ...] = ()
+    #: A parent that has failed counts as done.
+    ignore_failure: bool = False
 
 
 def columns_of(envelope: Envelope, naive: tzinfo = timezone.utc) -> Columns:
@@ -42,11 +46,13 @@ def columns_of(envelope: Envelope, naive: tzinfo = timezone.utc) -> Columns:
 
     Args:
         envelope: the message; its ``priority`` property is brought into 0..9, and an ``eta`` or ``expires`` that
-            names no zone gets one, so that whoever consumes it reads the same instant.
+            names no zone gets one, so that whoever consumes it reads the same instant. What a task depends on is taken
+            out of its properties: it is the broker's business alone.
         naive: that zone.
 
     Raises:
         ConfigError: the unique key can't be right; see :func:`.unique.key_of`.
+        ConfigError: it depends on something that is no task.
     """
     headers, properties = envelope.headers, envelope.properties
     priority = clamp_priority(properties.get("priority"))
@@ -55,6 +61,8 @@ def columns_of(envelope: Envelope, naive: tzinfo = timezone.utc) -> Columns:
     is_task = headers.get("task") is not None
     if is_task:
         headers.update((name, with_zone(headers[name], naive)) for name in ("eta", "expires") if headers.get(name))
+    parents = task_ids(properties.pop(DEPENDS_ON, None)) if is_task else []
+    ignore_failure = bool(properties.pop(IGNORE_FAILURE, False)) if is_task else False
     return Columns(
         type=short_text(headers.get("task")) or "",
         task_id=id_text(headers.get("id")) or id_text(properties.get("correlation_id")),
@@ -67,6 +75,8 @@ def columns_of(envelope: Envelope, naive: tzinfo = timezone.utc) -> Columns:
         expires_in=_seconds(properties.get("expiration")),
         unique_key=(unique_key := key_of(properties)),
         take_over=unique_key is not None and continues(headers),
+        depends_on=tuple(id_text(name) or "" for name in parents),
+        ignore_failure=ignore_failure,
     )
 
 
@@ -86,6 +96,8 @@ def new_task(queue: str, payload: bytes, columns: Columns, message_ttl: float | 
         expires_in=_shortest(columns.expires_in, message_ttl),
         unique_key=columns.unique_key,
         take_over=columns.take_over,
+        depends_on=columns.depends_on,
+        fail_fast=not columns.ignore_failure,
     )
 
 

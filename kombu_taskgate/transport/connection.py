@@ -17,7 +17,7 @@ from ..core.model import NewTask
 from ..core.ready import Ready
 from ..core.settings import BrokerSettings
 from ..core.within import within
-from . import control, declared, process
+from . import control, declared, depends, process
 from .engine import DeliveryEngine
 from .errors import RecoverableConnectionError, kombu_errors
 from .options import EngineOptions
@@ -56,6 +56,7 @@ class Connection:
         # forked while another thread imports something can wait for that import for ever.
         options.naive  # noqa: B018
         control.observers()
+        depends.checkers()
         with kombu_errors():
             self.broker = open_broker(settings)
         self.router = Router(self.broker.topology)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.broker import Broker
 from ..core.errors import ConfigError, TaskgateError
 from ..core.model import NewTask
+from . import depends
 from .capture import capture
 from .codec import Envelope, encode
 from .columns import columns_of, new_task
@@ -118,7 +119,9 @@ class PublishBatch:
         envelope = self.channel._envelope(message, exchange, routing_key)
         with kombu_errors():
             queues = route(connection.router, envelope)
-            self._tasks.extend(prepare(connection.router, envelope, queues, connection.options.naive))
+            tasks = prepare(connection.router, envelope, queues, connection.options.naive)
+            depends.check(connection, tasks)
+            self._tasks.extend(tasks)
         if len(self._tasks) >= self._max_size:
             self.flush()
 
