@@ -1,7 +1,7 @@
 """The Celery face of taskgate.
 
 A broker needs nothing from here: with ``broker_url = "taskgate+…"`` kombu finds the transport by itself.
-This package is the home of what needs to know Celery, and has the names that tasks import.
+This package is the home of what needs to know Celery, and has the names that apps import.
 """
 
 from __future__ import annotations
@@ -13,13 +13,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kombu_taskgate.core.errors import TaskExists
 
+    from .inspecting import TaskInfo, inspect_task
     from .task import Task
     from .throttled import Throttled
 
-__all__ = ["Task", "TaskExists", "Throttled", "__version__"]
+__all__ = ["Task", "TaskExists", "TaskInfo", "Throttled", "__version__", "inspect_task"]
 
-#: Where the names for tasks come from. They need Celery, which a program with kombu alone does not load.
-_HOMES = {"Task": ".task", "TaskExists": "kombu_taskgate.core.errors", "Throttled": ".throttled"}
+#: Where the names come from. They need Celery, which a program with kombu alone does not load.
+_HOMES = {
+    "Task": ".task",
+    "TaskExists": "kombu_taskgate.core.errors",
+    "TaskInfo": ".inspecting",
+    "Throttled": ".throttled",
+    "inspect_task": ".inspecting",
+}
 
 #: Version of the installed distribution celery-taskgate.
 __version__: str = version("celery-taskgate")

@@ -23,13 +23,13 @@ from kombu.utils.functional import retry_over_time
 from kombu_taskgate.core.broker import Broker
 from kombu_taskgate.core.errors import ConfigError, StoreUnavailable
 from kombu_taskgate.core.factory import open_broker
-from kombu_taskgate.core.model import Filter
 from kombu_taskgate.core.results import Finality, NewResult, Result
 from kombu_taskgate.core.settings import BrokerSettings
 from kombu_taskgate.transport.texts import id_text, short_text
 from kombu_taskgate.transport.url import PREFIX, masked
 
 from .chords import STUCK_AT_ONCE, ChordMixin
+from .inspecting import broker_of
 from .lease import NONE, lease_of
 from .result_settings import broker_settings, result_settings, same_tables
 
@@ -229,15 +229,8 @@ class TaskgateBackend(ChordMixin, AsyncBackendMixin, Backend):
         key = self.key_of(task_id)
         if self.broker.results.get([key]):
             return True
-        broker = self._task_broker()
-        return broker is not None and bool(broker.list(Filter(task_id=key, limit=1)))
-
-    def _task_broker(self) -> Broker | None:
-        """Where the app's tasks wait, if that is taskgate."""
-        if self.is_broker:
-            return self.broker
-        settings = self.publishing
-        return None if settings is None else open_broker(settings)
+        with broker_of(self.app) as broker:
+            return broker is not None and broker.inspect(key) is not None
 
     def get_many(
         self,

@@ -8,8 +8,8 @@ from typing import Any
 
 from ..core.model import NewTask
 from .codec import Envelope
-from .texts import id_text, short_text
 from .depends import DEPENDS_ON, IGNORE_FAILURE, task_ids
+from .texts import id_text, short_text
 from .times import parse_instant, with_zone
 from .unique import continues, key_of
 

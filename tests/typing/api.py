@@ -35,6 +35,7 @@ from kombu_taskgate.core.sql.broker import SqlBroker
 from kombu_taskgate.core.topology import Binding, Exchange, Queue, Topology
 
 assert_type(celery_ext.__version__, str)
+assert_type(celery_ext.inspect_task("id"), celery_ext.TaskInfo | None)
 
 
 class FixedClock:
