@@ -198,27 +198,22 @@ class MemoryBroker:
         with self._transaction() as changes:
             seen: set[str] = set()
             locks: dict[str, bool] = {}
+            known = {row.task_id for row in self._rows() if row.type} | self._store.results.keys()
             for task in tasks:
                 if task.key is not None:
                     self._check_key(task.key, seen)
                 if task.unique_key is not None:
                     self._check_lock(task, locks)
+                for name in sorted(task.depends_on):
+                    if name not in known:
+                        raise TaskNotFound(left_nothing(name, known=False))
+                known.update([task.task_id] if task.type else [])
                 for parent in task.parents:
                     self._row(parent)
                 if task.unique_key is not None:
                     locks[task.unique_key] = not self._doomed(task)
-            self._check_parents(tasks)
             now = self._now()
             return [self._insert(task, now, changes) for task in tasks]
-
-    def _check_parents(self, tasks: Sequence[NewTask]) -> None:
-        stored = {row.task_id for row in self._rows() if row.type} | self._store.results.keys()
-        for task in tasks:
-            for name in task.depends_on:
-                if name not in stored:
-                    raise TaskNotFound(left_nothing(name, known=False))
-            if task.type:
-                stored.add(task.task_id)
 
     def _check_key(self, key: str, seen: set[str]) -> None:
         newest = max((row for row in self._rows() if row.key == key), key=_by_id, default=None)
@@ -574,12 +569,12 @@ class MemoryBroker:
         """A task that nothing goes on of, not even its workflow, and that has no result, is taken for failed."""
         going_on = {row.task_id for row in self._rows() if row.type and row.state not in FINAL}
         roots = {row.root_id for row in self._rows() if row.root_id and row.state in {*_READY, State.RUNNING}}
-        for (_, name), root_id in sorted(self._store.waits.items()):
-            if name not in going_on and root_id not in roots:
-                states = [row.state for row in self._rows() if row.task_id == name and row.type]
-                nothing = not states or states[-1] is State.COMPLETED
-                detail = left_nothing(name, known=True) if nothing else parent_ended(name, str(states[-1]))
-                self._said(name, False, detail, changes)
+        served = going_on | {name for (_, name), root_id in self._store.waits.items() if root_id in roots}
+        for name in sorted({name for _, name in self._store.waits} - served):
+            states = [row.state for row in self._rows() if row.task_id == name and row.type]
+            nothing = not states or states[-1] is State.COMPLETED
+            detail = left_nothing(name, known=True) if nothing else parent_ended(name, str(states[-1]))
+            self._said(name, False, detail, changes)
 
     def _said(self, task_id: str, success: bool, detail: str, changes: Changes) -> None:
         """A task has ended: wake who waits for its result, or cancel them."""

@@ -33,6 +33,7 @@ from kombu_taskgate.core.model import (
     StateChange,
     Task,
 )
+from kombu_taskgate.core.results import Finality, NewResult
 from kombu_taskgate.core.revocations import Revocation
 from kombu_taskgate.core.settings import BrokerSettings
 from kombu_taskgate.testing.clock import FakeClock
@@ -207,6 +208,8 @@ class Commands(RuleBasedStateMachine):
             "unique_key": st.sampled_from([None, None, None, "u1", "u2"]),
             "take_over": st.booleans(),
             "parents": st.lists(AGO, max_size=2),
+            "root_id": st.sampled_from([None, "t1", "r"]),
+            "depends_on": st.sampled_from([[], [], [], ["t1"], ["t2"], ["t2", "t1"]]),
             "fail_fast": st.booleans(),
             "max_retry": st.integers(0, 2),
         }
@@ -218,6 +221,8 @@ class Commands(RuleBasedStateMachine):
             wanted["queue"],
             type=wanted["type"],
             task_id=wanted["task_id"],
+            root_id=wanted["root_id"],
+            depends_on=wanted["depends_on"],
             priority=wanted["priority"],
             expires_at=None if wanted["expires"] is None else now + wanted["expires"] * 1000,
             expires_in=wanted["expires_in"],
@@ -365,6 +370,40 @@ class Commands(RuleBasedStateMachine):
         if reap:
             self.both(lambda side: side.broker.reap_expired())
 
+    # -- results -----------------------------------------------------------------------------------
+
+    @rule(
+        task_id=st.sampled_from(["t1", "t2"]),
+        finality=st.sampled_from(Finality),
+        number=st.none() | AGO,
+        fenced=st.booleans(),
+        expires_in=st.sampled_from([None, 5.0]),
+    )
+    def store_result(
+        self, task_id: str, finality: Finality, number: int | None, fenced: bool, expires_in: float | None
+    ) -> None:
+        def command(side: Side) -> bool:
+            lease = Lease(0, 0) if number is None else side.lease(number)
+            new = NewResult(task_id, f"status {finality}", finality, b"1", expires_in=expires_in)
+            new.execution, new.token, new.fenced = lease.id, lease.token, fenced
+            return side.broker.results.store(new)
+
+        self.both(command)
+
+    @rule(task_ids=st.lists(st.sampled_from(["t1", "t2"]), max_size=2), sweep=st.booleans())
+    def forget_results(self, task_ids: list[str], sweep: bool) -> None:
+        self.both(lambda side: side.broker.results.forget(task_ids))
+        if sweep:
+            self.both(lambda side: side.broker.results.sweep() and None)
+
+    def _results(self, side: Side) -> list[Any]:
+        found = side.broker.results.get(["t1", "t2"])
+        return [(id, one.status, one.finality, one.version, one.expires_at) for id, one in sorted(found.items())]
+
+    def _inspection(self, side: Side, task_id: str) -> Any:
+        found = side.broker.inspect(task_id)
+        return None if found is None else {**_without(side, found, {"task"}), "task": _task(side, found.task)}
+
     # -- control -----------------------------------------------------------------------------------
 
     @rule(number=AGO)
@@ -438,6 +477,7 @@ class Commands(RuleBasedStateMachine):
             return
         self.both(lambda side: [_task(side, task) for task in side.broker.list(ALL)])
         self.both(lambda side: dict(side.broker.queue_lens(QUEUES)))
+        self.both(self._results)
 
     @rule(
         states=st.none() | st.lists(st.sampled_from(State), max_size=3),
@@ -453,6 +493,7 @@ class Commands(RuleBasedStateMachine):
         self.both(lambda side: [_task(side, task) for task in side.broker.waiting(limit=limit + 1)])
         self.both(lambda side: (side.broker.revocations.find(REVOKED), side.broker.revocations.any()))
         self.both(lambda side: side.broker.running(["t1", "t2"]))
+        self.both(lambda side: [self._inspection(side, task_id) for task_id in ("t1", "t2")])
         self.both(lambda side: _task(side, side.broker.get(side.id(offset))))
 
 
