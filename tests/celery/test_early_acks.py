@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+import celery
 import pytest
 
 from kombu_taskgate.core.model import State, Task
@@ -97,6 +98,8 @@ def test_hard_time_limit_settles(make_lab: MakeLab, postgresql_url: str) -> None
 def test_revoked_while_it_runs(make_lab: MakeLab, postgresql_url: str, pool: str) -> None:
     """revoke(terminate=True) ends the run and settles it."""
     installed(pool)
+    if pool == "gevent" and celery.VERSION < (5, 5):
+        pytest.skip("this Celery can't end a greenlet of gevent: the run goes on, and is settled at its end")
     lab = make_lab(postgresql_url, conf=EARLY, lease_ttl=LONG)
     lab.start_worker(*POOLS[pool])
     id = running(lab)
