@@ -33,6 +33,7 @@ from .model import (
 from .results import Results
 from .revocations import Revocations
 from .topology import Topology
+from .wakeup import Wakeup
 from .watch import Wake, Watch
 
 Notify = Callable[[StateChange], None]
@@ -56,6 +57,13 @@ class Broker(Protocol):
     @property
     def chords(self) -> Chords:
         """Headers of tasks that wait for each other."""
+
+    @property
+    def to_answer(self) -> Wakeup:
+        """Woken when there may be something for ``claim_answers``.
+
+        At once for what this process has ended, and after a look of ``reap_expired`` for what others left behind.
+        """
 
     # -- publishing ---------------------------------------------------------------------------------
 
@@ -157,6 +165,7 @@ class Broker(Protocol):
         delay: float | None = None,
         reason: Reason | None = None,
         detail: str | None = None,
+        told: bool = False,
     ) -> State:
         """Give back as not done; returns the new state.
 
@@ -165,7 +174,8 @@ class Broker(Protocol):
         Skip: ``failed``. Lost: what ``reap_expired`` does with a lease that has run out, at once: canceled-marked →
         ``canceled``, else lease_lost+1 → ``failed`` at ``lease_lost_max``, or ``pending`` where it stood; it takes no
         time. Of one that has begun see ``begin_many``. Entering ``failed`` cancels fail-fast children, chain-wise; the
-        others see a parent that has ended.
+        others see a parent that has ended. ``told``: whoever waits for it has been told of the failure already, so
+        nobody needs to answer for it.
         ``reason`` defaults to the kind's (skip: rejected, lost: lease_lost). What would be ``retrying`` but is
         canceled-marked becomes ``canceled``.
 
@@ -226,7 +236,7 @@ class Broker(Protocol):
         ``canceled``; else lease_lost+1 → ``failed`` (reason ``lease_lost``) at ``lease_lost_max``, or
         ``pending``. Also wakes or cancels blocked executions whose parents have all ended, among them those that
         depend on a task of which nothing goes on and that has no result after which nothing follows: it is taken for
-        failed, unless something of its workflow (its root_id) goes on.
+        failed, unless something of its workflow (its root_id) goes on. Wakes ``to_answer`` when an answer is due.
         """
 
     def drop_expired(self, queues: Sequence[str]) -> int:
@@ -239,6 +249,12 @@ class Broker(Protocol):
         """How many seconds at the least no lease can run out, by the last look of ``reap_expired``; 0 if not known.
 
         For holders whose lease times are not shorter than this broker's.
+        """
+
+    def runs_out_in(self) -> float:
+        """In how many seconds the first lease would run out that nobody renews, by the last look of ``reap_expired``.
+
+        Infinite when nothing is held, or when that is not known; 0 when the time has come.
         """
 
     def prune(self, limit: int = 1000) -> int:
@@ -266,6 +282,7 @@ class Broker(Protocol):
         What has a task_id and no type is no task, but a message about one, such as its result.
         Each becomes ``canceled`` and its fail-fast children with it, as by ``cancel``. What runs, has ended or does
         not exist is left alone. Returns the executions as they were before, in id order, without the children.
+        The caller has claimed the answers for these (not for the children), as by ``claim_answers``.
         """
 
     def replay(self, id: int, *, payload: bytes | None = None, allow_completed: bool = False) -> int:
@@ -282,6 +299,23 @@ class Broker(Protocol):
 
     def purge(self, queue: str) -> int:
         """Remove everything that waits in the queue (ready, delayed, blocked); returns how many."""
+
+    # -- answering ----------------------------------------------------------------------------------
+
+    def claim_answers(self, limit: int, queues: Sequence[str] | None = None, *, older: float = 0.0) -> Sequence[Task]:
+        """Claim up to ``limit`` executions that have ended and want an answer; each by one caller only.
+
+        An execution that has a type becomes due (``answer_at`` is that instant) in the transaction that makes it
+        ``failed`` or ``canceled``, unless that was told (see ``fail``) or it is removed at once. Its caller then has
+        to be told that it will not be done. Those of ``queues`` (``None``: of all) are given at once, those of other
+        queues when they have been due for ``older`` seconds; the longest due first.
+        Each is due again after ANSWER_WITHIN seconds, so that a claimer that dies is followed by another: call
+        ``answered`` before. Returns them as they were before: ``answer_at`` is later than ``finished_at`` when
+        somebody has claimed them already.
+        """
+
+    def answered(self, ids: Sequence[int]) -> None:
+        """Nobody needs to answer for these any more. What has no answer due, or does not exist, is left alone."""
 
     # -- asking -------------------------------------------------------------------------------------
 

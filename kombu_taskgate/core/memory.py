@@ -39,6 +39,7 @@ from .memory_results import MemoryResults
 from .memory_revocations import MemoryRevocations
 from .memory_topology import MemoryTopology
 from .model import (
+    ANSWER_WITHIN,
     FINAL,
     NO_TOKEN,
     WAITING,
@@ -62,6 +63,7 @@ from .results import Finality, NewResult, Result, left_nothing, parent_ended
 from .revocations import Revocation
 from .settings import BrokerSettings, check_name
 from .topology import Binding, Exchange, Queue
+from .wakeup import Wakeup
 from .watch import Polling, Wake, Watch
 from .watchers import Watchers
 
@@ -72,6 +74,7 @@ Changes = list[StateChange]
 Refused = list[Lease]
 
 _READY = frozenset({State.PENDING, State.RETRYING})
+_ANSWERED_FOR = frozenset({State.FAILED, State.CANCELED})
 _FAIL_REASONS = {
     FailKind.BUSINESS: Reason.BUSINESS,
     FailKind.THROTTLED: Reason.THROTTLED,
@@ -79,6 +82,7 @@ _FAIL_REASONS = {
 }
 _NAMES = ("type", "task_id", "root_id", "parent_task_id", "group_id")
 _REPLAYED = ("queue", *_NAMES, "priority", "key", "max_retry", "fail_fast", "unique_key")
+_ANSWER_WITHIN = to_ms(ANSWER_WITHIN)
 #: Ten thousand years in milliseconds.
 _FAR = 10_000 * 366 * 86_400_000
 #: Symmetric, because a store may keep the negative.
@@ -131,6 +135,8 @@ class MemoryStore:
         self.groups: dict[str, tuple[bytes, int | None]] = {}
         self.chords: dict[str, ChordRow] = {}
         self.watchers = Watchers()
+        #: Of all its brokers: they are in one process.
+        self.to_answer = Wakeup()
         _stores.add(self)
 
     def is_current(self, said: NewResult | ChordPart) -> bool:
@@ -182,6 +188,7 @@ class MemoryBroker:
         self._notify = notify
         self._closed = False
         self._turn = 0
+        self.to_answer = self._store.to_answer
         self.topology = MemoryTopology(self._store, self._clock)
         self.revocations = MemoryRevocations(self._store, self._clock)
         self.results = MemoryResults(self._store, self._clock, settings, self._transaction, self._said)
@@ -305,6 +312,7 @@ class MemoryBroker:
             max_retry=task.max_retry,
             reason=Reason.PARENT.value if doomed else None,
             detail=failure,
+            answer_at=now if doomed and task.type else None,
         )
         if row.state is State.BLOCKED:
             for name in awaited:
@@ -457,6 +465,7 @@ class MemoryBroker:
         delay: float | None = None,
         reason: Reason | None = None,
         detail: str | None = None,
+        told: bool = False,
     ) -> State:
         if retry_at is not None and delay is not None:
             raise ConfigError("retry_at and delay exclude each other: give one of them")
@@ -465,7 +474,7 @@ class MemoryBroker:
         with self._transaction() as changes:
             row = self._held(lease)
             if kind is FailKind.LOST:
-                return self._lose(row, changes, reason, detail)
+                return self._lose(row, changes, reason, detail, told=told)
             if kind is FailKind.BUSINESS:
                 row.attempts += 1
                 over = row.attempts > row.max_retry
@@ -475,7 +484,7 @@ class MemoryBroker:
             else:
                 over = True
             if over:
-                self._end(row, State.FAILED, changes, reason or _FAIL_REASONS[kind], detail)
+                self._end(row, State.FAILED, changes, reason or _FAIL_REASONS[kind], detail, answer=None if told else 0)
             elif row.cancel_requested:
                 self._end(row, State.CANCELED, changes, Reason.CANCELED)
             else:
@@ -563,7 +572,13 @@ class MemoryBroker:
             for row in gone:
                 self._lose(row, changes)
             self._look_after_waits(changes)
-            return len(gone)
+            due = any(row.answer_at is not None and row.answer_at <= now for row in self._rows())
+        if due:
+            self.to_answer.wake()
+        return len(gone)
+
+    def runs_out_in(self) -> float:
+        return math.inf
 
     def _look_after_waits(self, changes: Changes) -> None:
         """A task that nothing goes on of, not even its workflow, and that has no result, is taken for failed."""
@@ -595,7 +610,15 @@ class MemoryBroker:
         if row.pending_parents == 0:
             self._move(row, State.PENDING, changes)
 
-    def _lose(self, row: _Row, changes: Changes, reason: Reason | None = None, detail: str | None = None) -> State:
+    def _lose(
+        self,
+        row: _Row,
+        changes: Changes,
+        reason: Reason | None = None,
+        detail: str | None = None,
+        *,
+        told: bool = False,
+    ) -> State:
         """Take it from a holder that is gone."""
         if row.cancel_requested:
             self._end(row, State.CANCELED, changes, Reason.CANCELED)
@@ -606,7 +629,8 @@ class MemoryBroker:
             self._end(row, State.FAILED, changes, reason or Reason.LOST, said)
         elif row.lease_lost >= self.settings.lease_lost_max:
             usual = f"{row.lease_lost} workers lost their lease on it"
-            self._end(row, State.FAILED, changes, reason or Reason.LEASE_LOST, detail or usual)
+            why = reason or Reason.LEASE_LOST
+            self._end(row, State.FAILED, changes, why, detail or usual, answer=None if told else 0)
         else:
             self._move(row, State.PENDING, changes)
         return row.state
@@ -659,7 +683,7 @@ class MemoryBroker:
             shown = [_shown(row) for row in rows]
             # Children before parents: one that is meant itself is canceled on its own account.
             for row in reversed(rows):
-                self._end(row, State.CANCELED, changes, Reason.CANCELED)
+                self._end(row, State.CANCELED, changes, Reason.CANCELED, answer=_ANSWER_WITHIN)
             return shown
 
     def replay(self, id: int, *, payload: bytes | None = None, allow_completed: bool = False) -> int:
@@ -713,8 +737,31 @@ class MemoryBroker:
                 self._remove(row)
         for row in rows:
             if row.id in parents and row.state not in FINAL:  # an earlier one may have canceled it, as its child
-                self._end(row, State.CANCELED, changes, Reason.CANCELED)
+                self._end(row, State.CANCELED, changes, Reason.CANCELED, answer=None)
         return len(rows)
+
+    # -- answering ----------------------------------------------------------------------------------
+
+    def claim_answers(self, limit: int, queues: Sequence[str] | None = None, *, older: float = 0.0) -> Sequence[Task]:
+        with self._transaction():
+            now = self._now()
+            due = [row for row in self._rows() if row.answer_at is not None and row.answer_at <= now]
+            ours = [
+                row
+                for row in due
+                if queues is None or row.queue in queues or (row.answer_at or 0) <= now - to_ms(older)
+            ]
+            ours = sorted(ours, key=attrgetter("answer_at"))[:limit]
+            shown = [_shown(row) for row in ours]
+            for row in ours:
+                row.answer_at = now + _ANSWER_WITHIN
+            return shown
+
+    def answered(self, ids: Sequence[int]) -> None:
+        with self._transaction():
+            for row in map(self._store.tasks.get, ids):
+                if row is not None:
+                    row.answer_at = None
 
     # -- asking -------------------------------------------------------------------------------------
 
@@ -833,6 +880,8 @@ class MemoryBroker:
             yield changes
             if changes:
                 self._store.wake()
+        if any(change.after in _ANSWERED_FOR for change in changes):
+            self.to_answer.wake()
         for change in changes:
             self._tell(change)
 
@@ -899,9 +948,14 @@ class MemoryBroker:
         changes: Changes,
         reason: Reason | None = None,
         detail: str | None = None,
+        *,
+        answer: int | None = 0,
     ) -> None:
-        """Make it final and tell its children: they wake, or are canceled and tell theirs."""
-        self._finish(row, state, self._now(), changes, reason, detail)
+        """Make it final and tell its children: they wake, or are canceled and tell theirs.
+
+        ``answer``: in how many milliseconds somebody may answer for it; ``None``: nobody has to.
+        """
+        self._finish(row, state, self._now(), changes, reason, detail, answer=answer)
         self._tell_children([row], changes)
 
     def _tell_children(self, ended: Sequence[_Row], changes: Changes) -> None:
@@ -923,8 +977,11 @@ class MemoryBroker:
         changes: Changes,
         reason: Reason | None,
         detail: str | None = None,
+        *,
+        answer: int | None = 0,
     ) -> None:
         self._move(row, state, changes)
+        row.answer_at = None if answer is None or state is State.COMPLETED or not row.type else now + answer
         row.finished_at = now
         row.pending_parents = 0
         self._wait_for_nobody(row)

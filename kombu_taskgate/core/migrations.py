@@ -72,6 +72,11 @@ def _add_columns(conn: sa.Connection, table: sa.Table, *names: str) -> None:
             conn.exec_driver_sql(f"ALTER TABLE {spelled} ADD COLUMN {column}")
 
 
+def _answers(conn: sa.Connection, tables: Tables) -> None:
+    _add_columns(conn, tables.tasks, "answer_at")
+    _add_index(conn, tables.tasks, f"{tables.prefix}tasks_answer")
+
+
 #: Step n brings version n-1 to version n.
 STEPS: tuple[Step, ...] = (
     _tasks_and_leases,
@@ -82,6 +87,7 @@ STEPS: tuple[Step, ...] = (
     _begun,
     _unique_keys,
     _waits,
+    _answers,
 )
 SCHEMA_VERSION = len(STEPS)
 

@@ -17,6 +17,8 @@ WAS_BEGUN = (
     "it was acknowledged when it started, and the end of its run was never told; acknowledge it when it has ended "
     "(in Celery: task_acks_late = True and task_reject_on_worker_lost = True) and it runs again instead"
 )
+#: How long in seconds whoever has claimed the answer for an execution has time for it, before another may.
+ANSWER_WITHIN = 60.0
 
 
 class State(str, Enum):
@@ -130,7 +132,11 @@ class NewTask:
 
 @dataclass(slots=True)
 class Task:
-    """One stored execution, as ``get`` and ``list`` show it."""
+    """One stored execution, as ``get`` and ``list`` show it.
+
+    ``answer_at`` is the instant (ms) from which somebody may answer for it, see ``claim_answers``; ``None``: there is
+    nothing to answer.
+    """
 
     id: int
     queue: str
@@ -165,6 +171,7 @@ class Task:
     reason: str | None = None
     detail: str | None = None
     result: bytes | None = None
+    answer_at: int | None = None
 
 
 @dataclass(slots=True)

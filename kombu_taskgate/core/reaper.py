@@ -7,27 +7,28 @@ The pauses are jittered so that they do not all come at once.
 from __future__ import annotations
 
 import logging
-import os
+import math
 import random
-import threading
 import time
-import weakref
 from collections.abc import Callable
 
 from .broker import Broker
 from .errors import TaskgateError
+from .rounds import Rounds
 
 logger = logging.getLogger("kombu_taskgate.reaper")
 
 #: Seconds between two looks for rows to prune.
 PRUNE_EVERY = 300.0
-#: How long in seconds a stop waits for a round that is under way: it may hang in a dead network.
-STOP_WITHIN = 5.0
-_reapers: weakref.WeakSet[Reaper] = weakref.WeakSet()
+#: Longest time in seconds, and longest part of the interval, by which a lease's end is looked at late, so that not all
+#: look at once.
+LATE, LATE_PART = 0.5, 0.1
 
 
 class Reaper:
     """Calls ``reap_expired`` every ``interval`` seconds (times 0.75 to 1.25), and ``prune`` every five minutes.
+
+    Earlier when the last look has told that a lease runs out before, if nobody renews it.
 
     Args:
         broker: where.
@@ -48,44 +49,34 @@ class Reaper:
         self._interval = interval
         self._also = also
         self._on_error = on_error
-        self._reset()
-        _reapers.add(self)
-
-    def _reset(self) -> None:
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
         self._failing = False
-        self._pruned = 0.0
+        self._pruned = -math.inf
+        self._rounds = Rounds("taskgate-reaper", self._round, self._usual)
 
     def start(self) -> None:
         """Start the thread. Idempotent."""
-        if self._thread is None:
-            # Its own, so that a round that hangs in a dead network does not go on beside the next thread.
-            self._stop = threading.Event()
-            self._thread = threading.Thread(target=self._run, args=(self._stop,), name="taskgate-reaper", daemon=True)
-            self._thread.start()
+        if self._rounds.thread is None:
+            self._failing, self._pruned = False, -math.inf
+            self._rounds.start()
 
     def stop(self) -> None:
         """Stop the thread and wait for it; a round that gets no answer ends it later. Idempotent."""
-        thread, self._thread = self._thread, None
-        self._stop.set()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(STOP_WITHIN)
+        self._rounds.stop()
 
-    def _run(self, stop: threading.Event) -> None:
-        while not stop.wait(self._interval * random.uniform(0.75, 1.25)):
-            try:
-                self._round(stop)
-            except TaskgateError as error:
-                if not stop.is_set():
-                    self._failed(error)
-            except Exception:
-                # A reaper that dies silently would leave the dead unreaped.
-                logger.exception("a reaping round failed")
-            else:
-                self._failing = False
+    def _usual(self) -> float:
+        return self._interval * random.uniform(0.75, 1.25)
 
-    def _round(self, stop: threading.Event) -> None:
+    def _round(self, stopping: Callable[[], bool]) -> float:
+        try:
+            self._reap(stopping)
+        except TaskgateError as error:
+            if not stopping():
+                self._failed(error)
+            return self._usual()
+        self._failing = False
+        return min(self._usual(), self._next_end())
+
+    def _reap(self, stopping: Callable[[], bool]) -> None:
         # Where nothing runs there is nothing to take back for a while.
         number = 0 if self._broker.reap_in() else self._broker.reap_expired()
         if number:
@@ -93,10 +84,16 @@ class Reaper:
         now = time.monotonic()
         if now - self._pruned >= PRUNE_EVERY:
             self._pruned = now
-            while self._broker.prune() >= 1000 and not stop.is_set():
+            while self._broker.prune() >= 1000 and not stopping():
                 continue
-        if self._also is not None and not stop.is_set():
+        if self._also is not None and not stopping():
             self._also()
+
+    def _next_end(self) -> float:
+        """Seconds until a lease may have run out that the last look has seen, or that was claimed right after it."""
+        calm, end = self._broker.reap_in(), self._broker.runs_out_in()
+        first = min(calm, end) if calm else end
+        return first + random.uniform(0.1, 1.0) * min(LATE, LATE_PART * self._interval)
 
     def _failed(self, error: TaskgateError) -> None:
         if self._on_error is not None:
@@ -104,12 +101,3 @@ class Reaper:
         elif not self._failing:
             logger.warning("can't reap now, will try again: %s", error)
         self._failing = True
-
-
-def _after_fork() -> None:
-    # The parent's thread does not exist here.
-    for reaper in list(_reapers):
-        reaper._reset()
-
-
-os.register_at_fork(after_in_child=_after_fork)

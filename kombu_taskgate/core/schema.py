@@ -121,10 +121,13 @@ class Tables:
             _name("unique_key"),
             # The unique key again, as long as it is locked.
             _name("lock_"),
+            # From when on somebody may answer for this final row; NULL: nothing to answer.
+            sa.Column("answer_at", sa.BigInteger),
             self._claim_index(),
             self._index("tasks_later", "lane", "run_at", "queue", where=f"lane >= {LANE_DELAYED}"),
             self._index("tasks_lease", "session", "lease_until", where="state = 'running'"),
             self._index("tasks_task_id", "task_id"),
+            self._answer_index(),
             self._index("tasks_finished", "state", "finished_at", where="finished_at IS NOT NULL"),
             self._index("tasks_key", "key_", "seq", unique=True, where="key_ IS NOT NULL"),
             self._index("tasks_lock", "lock_", unique=True, where="lock_ IS NOT NULL"),
@@ -135,6 +138,9 @@ class Tables:
     def _claim_index(self) -> sa.Index:
         # "lane" leads for databases without partial indexes; in the others it is a constant in a short index.
         return self._index("tasks_claim", "lane", "queue", "rank_", "run_at", "id", where=f"lane = {LANE_READY}")
+
+    def _answer_index(self) -> sa.Index:
+        return self._index("tasks_answer", "answer_at", where="answer_at IS NOT NULL")
 
     def _deps(self) -> sa.Table:
         return self._table(

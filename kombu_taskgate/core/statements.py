@@ -22,6 +22,9 @@ from .wait_statements import WaitStatements
 #: lost its last commits in a fail-over, the same number is not given to two holders.
 TOKEN_STEP = 2**24
 
+#: What :attr:`Statements.look_around` finds.
+RUNS, LOST, ANSWER, ENDS = range(4)
+
 Statement = sa.Executable
 
 
@@ -37,6 +40,10 @@ def _first(query: sa.Select[Any], name: str) -> sa.Subquery:
 def _place(number: int) -> sa.Select[Any]:
     """Answer the place of a queue in the list of those that are asked for."""
     return sa.select(sa.literal_column(str(number), sa.Integer).label("place"))
+
+
+def _kind(number: int) -> sa.ColumnElement[int]:
+    return sa.literal_column(str(number), sa.Integer).label("kind")
 
 
 def _lane(number: int) -> sa.ColumnElement[int]:
@@ -95,15 +102,16 @@ class Statements:
         )
         wanted = sa.bindparam("p_lane", type_=sa.SmallInteger)
         lane = sa.case((wanted != LANE_READY, wanted), (run_at > self.now, LANE_DELAYED), else_=LANE_READY)
-        finished = sa.case(
-            (sa.bindparam("p_final", type_=sa.SmallInteger) == 1, self.now), else_=sa.null().cast(sa.BigInteger)
-        )
+        final = sa.bindparam("p_final", type_=sa.SmallInteger) == 1
+        finished = sa.case((final, self.now), else_=sa.null().cast(sa.BigInteger))
+        answered_for = sa.bindparam("p_answered_for", type_=sa.SmallInteger) == 1
+        answer = sa.case((answered_for, self.now), else_=sa.null().cast(sa.BigInteger))
         at = sa.bindparam("p_expires_at", type_=sa.BigInteger)
         until = self.now + sa.bindparam("p_expires_in", type_=sa.BigInteger)
         # Comparisons with NULL are not true, so each of the two may be missing.
         expires = sa.case((at <= until, at), else_=sa.func.coalesce(until, at))
         return sa.insert(self.tables.tasks).values(
-            run_at=run_at, lane=lane, created_at=self.now, finished_at=finished, expires_at=expires
+            run_at=run_at, lane=lane, created_at=self.now, finished_at=finished, expires_at=expires, answer_at=answer
         )
 
     @cached_property
@@ -295,7 +303,8 @@ class Statements:
     def pick_expired(self) -> Statement:
         """Those of p_ids that nobody has claimed meanwhile."""
         t = self._t
-        query = sa.select(t.id, t.queue, t.state, t.linked).where(_in(t.id, "p_ids"), t.lane == _lane(LANE_READY))
+        query = sa.select(t.id, t.queue, t.state, t.linked, t.type)
+        query = query.where(_in(t.id, "p_ids"), t.lane == _lane(LANE_READY))
         return self._locking(query, skip=True)
 
     @cached_property
@@ -353,6 +362,7 @@ class Statements:
             t.throttled,
             t.lease_lost,
             t.begun,
+            t.type,
         )
         return self._locking(query.where(*self._held()).order_by(t.id), skip=False)
 
@@ -368,7 +378,8 @@ class Statements:
 
     @cached_property
     def finish(self) -> Statement:
-        """Make rows final."""
+        """Make rows final; in p_answer_in ms, if that is a number, somebody may answer for those that have a type."""
+        answer_at = self.now + sa.bindparam("p_answer_in", type_=sa.BigInteger)
         return (
             sa.update(self.tables.tasks)
             .where(_in(self._t.id, "p_ids"))
@@ -385,6 +396,7 @@ class Statements:
                 begun=0,
                 lock_=None,
                 pending_parents=0,
+                answer_at=sa.case((self._t.type != "", answer_at), else_=sa.null().cast(sa.BigInteger)),
             )
         )
 
@@ -457,7 +469,7 @@ class Statements:
         """Blocked children of rows that have just ended, locked in id order; a row per link."""
         t, d = self._t, self.tables.deps.c
         query = (
-            sa.select(t.id, t.queue, t.fail_fast, t.pending_parents)
+            sa.select(t.id, t.queue, t.fail_fast, t.pending_parents, t.type)
             .select_from(self.tables.deps.join(self.tables.tasks, t.id == d.child_id))
             .where(_in(d.parent_id, "p_ids"), t.state == State.BLOCKED.value)
             .order_by(t.id)
@@ -498,7 +510,7 @@ class Statements:
             .where(parent.c.state.not_in([state.value for state in sorted(FINAL)]))
         )
         waits = self.waits.waits_for_results
-        query = sa.select(t.id, t.queue, t.fail_fast).where(self._in_lane(LANE_BLOCKED), ~waiting, ~waits)
+        query = sa.select(t.id, t.queue, t.fail_fast, t.type).where(self._in_lane(LANE_BLOCKED), ~waiting, ~waits)
         return self._locking(query.order_by(t.run_at).limit(sa.bindparam("p_limit")), skip=True)
 
     @cached_property
@@ -545,16 +557,14 @@ class Statements:
     def session_leases(self) -> Statement:
         """What a holder holds."""
         t = self._t
-        return sa.select(t.id, t.token, t.cancel_mark, t.queue).where(
-            t.session == sa.bindparam("p_id"), t.state == sa.literal_column("'running'")
-        )
+        return sa.select(t.id, t.token, t.cancel_mark, t.queue).where(t.session == sa.bindparam("p_id"), self._runs)
 
     @cached_property
     def lock_session_leases(self) -> Statement:
         """What a holder holds, locked in id order."""
         t = self._t
-        query = sa.select(t.id, t.queue, t.state, t.linked, t.cancel_mark, t.begun).where(
-            t.session == sa.bindparam("p_id"), t.state == sa.literal_column("'running'")
+        query = sa.select(t.id, t.queue, t.state, t.linked, t.cancel_mark, t.begun, t.type).where(
+            t.session == sa.bindparam("p_id"), self._runs
         )
         return self._locking(query.order_by(t.id), skip=False)
 
@@ -573,7 +583,7 @@ class Statements:
     def _holds(self) -> sa.ColumnElement[bool]:
         # As a value instead of EXISTS, which one database turns into a join with the whole table.
         t, s = self._t, self.tables.sessions.c
-        held = sa.select(t.id).where(t.session == s.id, t.state == sa.literal_column("'running'")).limit(1)
+        held = sa.select(t.id).where(t.session == s.id, self._runs).limit(1)
         return held.correlate(self.tables.sessions).scalar_subquery().is_not(None)
 
     @cached_property
@@ -594,20 +604,26 @@ class Statements:
 
     def _lost(self, whose: sa.ColumnElement[bool]) -> Statement:
         t = self._t
-        query = sa.select(t.id, t.queue, t.state, t.linked, t.cancel_mark, t.lease_lost, t.begun).where(
-            whose, *self._out
-        )
+        query = sa.select(t.id, t.queue, t.state, t.linked, t.cancel_mark, t.lease_lost, t.begun, t.type)
+        query = query.where(whose, *self._out)
         return self._locking(query.limit(sa.bindparam("p_limit")), skip=True)
 
     @property
     def _out(self) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:
-        return self._t.state == sa.literal_column("'running'"), self._t.lease_until < self.now
+        return self._runs, self._t.lease_until < self.now
+
+    @property
+    def _runs(self) -> sa.ColumnElement[bool]:
+        # Literal, as the partial index has it.
+        return self._t.state == sa.literal_column("'running'")
 
     @cached_property
-    def anything_lost(self) -> Statement:
-        """1 when one of pick_lost, pick_orphaned and pick_stray would find something, 0 when anything runs; no locks.
+    def look_around(self) -> Statement:
+        """What the reaper has to know, a row for each thing that is so; locks nothing.
 
-        Whether anything runs is only told where the index has running rows alone.
+        LOST: one of pick_lost, pick_orphaned and pick_stray would find something. RUNS: something runs; only told where
+        the index has running rows alone. ANSWER: an answer is due. ENDS: ``wait`` ms until the first lease runs out
+        that nobody renews, of those that have not.
         """
         t, s = self._t, self.tables.sessions.c
         held = sa.select(t.id).where(t.session == s.id, *self._out).limit(1)
@@ -617,11 +633,66 @@ class Statements:
             sa.select(s.id).where(s.until_ < self.now, lost),
             sa.select(t.id).where(t.session.is_not(None), ~sa.exists().where(s.id == t.session), *self._out),
         )
-        answers = [("1", _first(look, f"look{place}")) for place, look in enumerate(looks)]
+        found = [(LOST, _first(look, f"look{place}")) for place, look in enumerate(looks)]
         if self.dialect.partial_index("lease"):
-            running = sa.select(t.id).where(t.state == sa.literal_column("'running'"))
-            answers.append(("0", _first(running, "look")))
-        return sa.union_all(*(sa.select(sa.literal_column(it, sa.Integer)).select_from(look) for it, look in answers))
+            found.append((RUNS, _first(sa.select(t.id).where(self._runs), "look")))
+        found.append((ANSWER, _first(sa.select(t.id).where(*self._due), "due")))
+        wait = sa.literal_column("0", sa.BigInteger).label("wait")
+        ends = (self._first_end_of_sessions(), self._first_end_without_session())
+        return sa.union_all(
+            *(sa.select(_kind(kind), wait).select_from(look) for kind, look in found),
+            *(sa.select(_kind(ENDS), (end.c.at - self.now).label("wait")) for end in ends),
+        )
+
+    def _first_end_of_sessions(self) -> sa.Subquery:
+        """When the first session ends, and with it leases; one that was claimed late lives a little longer."""
+        t, s = self._t, self.tables.sessions.c
+        held = sa.select(t.lease_until).where(t.session == s.id, self._runs).order_by(t.lease_until).limit(1)
+        first = held.correlate(self.tables.sessions).scalar_subquery()
+        each = sa.select(sa.case((first > s.until_, first), else_=s.until_).label("at")).where(first.is_not(None))
+        of_each = each.subquery("each_session")
+        return sa.select(sa.func.min(of_each.c.at).label("at")).where(of_each.c.at >= self.now).subquery("ends")
+
+    def _first_end_without_session(self) -> sa.Subquery:
+        t = self._t
+        query = sa.select(t.lease_until.label("at")).where(t.session.is_(None), self._runs, t.lease_until >= self.now)
+        return _first(query.order_by(t.lease_until), "ends_alone")
+
+    # -- answering ----------------------------------------------------------------------------------
+
+    @property
+    def _due(self) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:
+        # Also in the words of the partial index.
+        return self._t.answer_at.is_not(None), self._t.answer_at <= self.now
+
+    @cached_property
+    def pick_answers(self) -> Statement:
+        """Rows that somebody should answer for, the longest due first."""
+        return self._answers()
+
+    @cached_property
+    def pick_answers_of(self) -> Statement:
+        """The same: of p_queues, and of all others when they have been due for p_older ms."""
+        t = self._t
+        older = t.answer_at <= self.now - sa.bindparam("p_older", type_=sa.BigInteger)
+        return self._answers(_in(t.queue, "p_queues") | older)
+
+    def _answers(self, *which: sa.ColumnElement[bool]) -> Statement:
+        t = self._t
+        query = sa.select(self.tables.tasks).where(*self._due, *which).order_by(t.answer_at)
+        return self._locking(query.limit(sa.bindparam("p_limit")), skip=True)
+
+    @cached_property
+    def put_off_answers(self) -> Statement:
+        """Somebody answers for rows; should they not, another may in p_wait ms."""
+        later = self.now + sa.bindparam("p_wait", type_=sa.BigInteger)
+        return sa.update(self.tables.tasks).where(_in(self._t.id, "p_ids")).values(answer_at=later)
+
+    @cached_property
+    def clear_answers(self) -> Statement:
+        """Rows have been answered for."""
+        t = self._t
+        return sa.update(self.tables.tasks).where(_in(t.id, "p_ids"), t.answer_at.is_not(None)).values(answer_at=None)
 
     # -- keeping tidy -------------------------------------------------------------------------------
 

@@ -105,7 +105,7 @@ class WaitStatements:
         """Blocked executions that wait for results, locked in id order; a row per wait."""
         t, w = self._t, self._w
         query = (
-            sa.select(t.id, t.queue, t.fail_fast, t.pending_parents, w.parent_task_id)
+            sa.select(t.id, t.queue, t.fail_fast, t.pending_parents, t.type, w.parent_task_id)
             .select_from(self._tables.waits.join(self._tables.tasks, t.id == w.child_id))
             .where(_in(w.parent_task_id, "p_task_ids"), t.state == State.BLOCKED.value)
             .order_by(t.id)

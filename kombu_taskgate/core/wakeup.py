@@ -1,4 +1,4 @@
-"""Waking the waiting dequeue calls of this process.
+"""Waking those of this process who wait: dequeue calls, and who answers for what has ended.
 
 A counter instead of a flag: a waiter remembers the count before it looks for work, so that a wake-up that
 comes between its look and its wait is not lost.
@@ -10,6 +10,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 _wakeups: weakref.WeakSet[Wakeup] = weakref.WeakSet()
 
@@ -25,6 +26,7 @@ class Wakeup:
         """Forget all waiters (after a fork: they live in the parent)."""
         self._condition = threading.Condition()
         self._count = 0
+        self._callbacks: tuple[Callable[[], object], ...] = ()
 
     @property
     def count(self) -> int:
@@ -36,6 +38,19 @@ class Wakeup:
         with self._condition:
             self._count += 1
             self._condition.notify_all()
+            callbacks = self._callbacks
+        for callback in callbacks:
+            callback()
+
+    def add(self, callback: Callable[[], object]) -> None:
+        """Call back at each wake-up, in the thread that wakes: something quick that does not raise."""
+        with self._condition:
+            self._callbacks = (*self._callbacks, callback)
+
+    def remove(self, callback: Callable[[], object]) -> None:
+        """Undo :meth:`add`."""
+        with self._condition:
+            self._callbacks = tuple(one for one in self._callbacks if one != callback)
 
     def wait(self, seen: int, timeout: float, stop: threading.Event | None = None) -> None:
         """Wait until there was a wake-up after ``seen``, ``timeout`` seconds have passed or ``stop`` is set.

@@ -418,6 +418,17 @@ class Commands(RuleBasedStateMachine):
 
         self.both(command)
 
+    @rule(limit=st.integers(1, 3), queues=st.sampled_from([None, [], QUEUES[:1]]), done=st.booleans())
+    def answer(self, limit: int, queues: list[str] | None, done: bool) -> None:
+        def command(side: Side) -> Any:
+            # In any order among those that became due in one instant, so all of it is claimed.
+            tasks = [task for _ in range(50) for task in side.broker.claim_answers(limit, queues, older=3.0)]
+            if done:
+                side.broker.answered([task.id for task in tasks])
+            return sorted((_task(side, task) for task in tasks), key=repr)
+
+        self.both(command)
+
     @rule(revoked=st.lists(st.sampled_from(REVOKED), max_size=2), keep=st.sampled_from([5.0, 40.0]))
     def revoke(self, revoked: list[Revocation], keep: float) -> None:
         self.both(lambda side: side.broker.revocations.add(revoked, keep))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -113,7 +114,7 @@ def test_also_is_called_after_each_round() -> None:
 
 
 def test_stop_does_not_wait_for_an_answer_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kombu_taskgate.core.reaper.STOP_WITHIN", 0.1)
+    monkeypatch.setattr("kombu_taskgate.core.rounds.STOP_WITHIN", 0.1)
     broker = make_broker()
     asked, answers = threading.Event(), threading.Event()
     swept: list[str] = []
@@ -126,7 +127,7 @@ def test_stop_does_not_wait_for_an_answer_that_never_comes(monkeypatch: pytest.M
     monkeypatch.setattr(broker, "reap_expired", hang)
     reaper = Reaper(broker, 0.01, also=lambda: swept.append("swept"))
     reaper.start()
-    thread = reaper._thread
+    thread = reaper._rounds.thread
     assert thread is not None
     assert asked.wait(10)
     reaper.stop()
@@ -135,3 +136,26 @@ def test_stop_does_not_wait_for_an_answer_that_never_comes(monkeypatch: pytest.M
     thread.join(10)
     assert not thread.is_alive()
     assert swept == [], "a round that comes back after the stop does nothing more"
+
+
+def test_looks_when_a_lease_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the next usual round when a lease ends before, or could, were it claimed right after a calm look."""
+    broker = make_broker()
+    reaper = Reaper(broker, 20.0)
+    for calm, end, expected in [(0.0, math.inf, 25.0), (0.0, 30.0, 25.0), (0.0, 3.0, 3.5), (4.0, math.inf, 4.5)]:
+        monkeypatch.setattr(broker, "reap_in", lambda calm=calm: calm)
+        monkeypatch.setattr(broker, "runs_out_in", lambda end=end: end)
+        pauses = [reaper._round(lambda: False) for _ in range(50)]
+        if expected == 25.0:
+            assert min(pauses) >= 15.0
+        else:
+            assert expected - 0.5 < min(pauses), "never before the end"
+        assert max(pauses) <= expected
+
+
+def test_a_healthy_cluster_is_looked_at_as_seldom_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session that lives has at least 2/3 of its time left, which is later than the next round can be."""
+    broker = make_broker()
+    monkeypatch.setattr(broker, "runs_out_in", lambda: 40.0)
+    reaper = Reaper(broker, 20.0)
+    assert all(15.0 <= reaper._round(lambda: False) <= 25.0 for _ in range(50))

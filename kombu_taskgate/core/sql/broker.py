@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -36,10 +37,10 @@ from ..notifier import BINDINGS, Notifier, work_in
 from ..result_statements import ResultStatements
 from ..schema import LANE_BLOCKED, LANE_DELAYED, LANE_READY, Tables
 from ..settings import BrokerSettings, check_name, check_payload, storable
-from ..statements import Statements
+from ..statements import ANSWER, ENDS, LOST, RUNS, Statements
 from ..wakeup import Wakeup
 from ..watch import Polling, Wake, Watch
-from . import claim, control, leases, publish, queries, quota, settle, waits
+from . import answers, claim, control, leases, publish, queries, quota, settle, waits
 from .chords import SqlChords
 from .looks import Looks, channel_name
 from .results import SqlResults
@@ -99,6 +100,7 @@ class SqlBroker:
         self.chords = SqlChords(self.database, results, self.work_together, self._max_payload, self._insert_returning)
         self._extend = self.sql.extend(ttls, to_ms(settings.lease_ttl))
         self._wakeup = Wakeup()
+        self.to_answer = Wakeup()
         # Under a test's clock something can become due without anybody's doing.
         probe = dialect.probe_every if clock is None else None
         self._looks = Looks(self.database, self.sql, probes=probe is not None)
@@ -115,6 +117,7 @@ class SqlBroker:
         self._promoted_at = 0.0
         self._repaired_at = -REPAIR_EVERY
         self._calm_until = 0.0
+        self._runs_out_at = math.inf
 
     def _inspect(self, dialect: Dialect) -> None:
         def work(conn: sa.Connection) -> None:
@@ -155,6 +158,8 @@ class SqlBroker:
             self._told(work.woken, told, since)
         if self._notify is not None:
             self._announce(work)
+        if work.to_answer:
+            self.to_answer.wake()
         return result
 
     def work_together(self, part: Callable[[Work], T], confirm: Confirm[T] | None) -> T:
@@ -373,6 +378,7 @@ class SqlBroker:
         delay: float | None = None,
         reason: Reason | None = None,
         detail: str | None = None,
+        told: bool = False,
     ) -> State:
         """See the contract."""
         if retry_at is not None and delay is not None:
@@ -383,7 +389,9 @@ class SqlBroker:
         if detail is not None:
             detail = storable(detail)[: self._max_payload]
         state = self._run(
-            lambda work: settle.fail(work, lease, kind, retry_at=retry_at, delay=delay, reason=reason, detail=detail),
+            lambda work: settle.fail(
+                work, lease, kind, retry_at=retry_at, delay=delay, reason=reason, detail=detail, told=told
+            ),
             confirm=lambda conn, _: self._settled([lease])(conn, []),
         )
         self.wake()
@@ -447,7 +455,8 @@ class SqlBroker:
         now = time.monotonic()
         # Under a test clock always, as with what is due.
         repair = self._clock is not None or now - self._repaired_at >= REPAIR_EVERY
-        if not repair and not self._anything_lost():
+        lost = self._look_around()
+        if not repair and not lost:
             return 0
         if repair:
             self._repaired_at = now
@@ -462,20 +471,29 @@ class SqlBroker:
             self.wake()
         return total
 
-    def _anything_lost(self) -> bool:
-        """A look without a transaction: most rounds have nothing to take back."""
+    def _look_around(self) -> bool:
+        """A look without a transaction, for most rounds have nothing to take back; returns whether this one has."""
         began = time.monotonic()
         parameters = self.sql.time()
-        found = self.database.read(lambda conn: conn.execute(self.sql.anything_lost, parameters).scalars().all())
-        calm = not found and self._clock is None and bool(self.database.dialect.partial_index("lease"))
+        rows = self.database.read(lambda conn: conn.execute(self.sql.look_around, parameters).all())
+        found = {row.kind for row in rows if row.wait is not None}
+        calm = found.isdisjoint({LOST, RUNS}) and self._clock is None and bool(self.database.dialect.partial_index(""))
         # What is claimed from now on has its lease time at the least.
         shortest = min([self.settings.lease_ttl, *self.settings.queue_lease_ttl.values()])
         self._calm_until = began + shortest if calm else 0.0
-        return 1 in found
+        ends = [row.wait for row in rows if row.kind == ENDS and row.wait is not None]
+        self._runs_out_at = began + min(ends) / 1000 if ends and self._clock is None else math.inf
+        if ANSWER in found:
+            self.to_answer.wake()
+        return LOST in found
 
     def reap_in(self) -> float:
         """See the contract."""
         return max(0.0, self._calm_until - time.monotonic())
+
+    def runs_out_in(self) -> float:
+        """See the contract."""
+        return max(0.0, self._runs_out_at - time.monotonic())
 
     def drop_expired(self, queues: Sequence[str]) -> int:
         """See the contract."""
@@ -506,6 +524,17 @@ class SqlBroker:
             return row is not None and row.state == State.CANCELED
 
         return self._run(lambda work: control.cancel_waiting(work, ids, task_ids), confirm=done)
+
+    # -- answering -----------------------------------------------------------------------------------
+
+    def claim_answers(self, limit: int, queues: Sequence[str] | None = None, *, older: float = 0.0) -> Sequence[Task]:
+        """See the contract."""
+        return self._run(lambda work: answers.claim_answers(work, limit, queues, older), confirm=repeat)
+
+    def answered(self, ids: Sequence[int]) -> None:
+        """See the contract."""
+        if ids:
+            self._run(lambda work: answers.answered(work, ids), confirm=repeat)
 
     def replay(self, id: int, *, payload: bytes | None = None, allow_completed: bool = False) -> int:
         """See the contract."""

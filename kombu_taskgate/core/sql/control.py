@@ -10,7 +10,7 @@ from ..errors import AlreadyFinal, AlreadyReplayed, CompletedNotAllowed, ReplayN
 from ..model import FINAL, Reason, State, Task
 from ..schema import LANE_READY
 from . import publish
-from .links import finish, remove
+from .links import Answer, finish, remove
 from .queries import to_task
 from .work import Work, chunks
 
@@ -43,7 +43,7 @@ def cancel_waiting(work: Work, ids: Sequence[int], task_ids: Sequence[str]) -> l
     for names in chunks(sorted(set(task_ids))):
         found.update((row.id, row) for row in work.run(work.sql.lock_waiting_of, p_task_ids=names))
     rows = [found[id] for id in sorted(found)]
-    finish(work, rows, State.CANCELED, Reason.CANCELED)
+    finish(work, rows, State.CANCELED, Reason.CANCELED, answer=Answer.CLAIMED)
     return [to_task(row) for row in rows]
 
 
@@ -84,6 +84,7 @@ def replay(work: Work, id: int, payload: bytes | None, *, allow_completed: bool)
         p_expires_in=None,
         p_lane=LANE_READY,
         p_final=0,
+        p_answered_for=0,
     )
     work.woken.add(row.queue)
     work.stored(new, row.queue, State.PENDING)
@@ -105,7 +106,7 @@ def purge(work: Work, queue: str, lane: int) -> int:
         # An earlier one may have canceled it already, as its child.
         current = work.run(work.sql.lock_task, p_id=row.id).one()
         if State(current.state) not in FINAL:
-            finish(work, [current], State.CANCELED, Reason.CANCELED)
+            finish(work, [current], State.CANCELED, Reason.CANCELED, answer=Answer.NONE)
     return len(rows)
 
 

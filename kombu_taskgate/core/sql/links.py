@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any
 
-from ..model import Reason, State
+from ..clock import to_ms
+from ..model import ANSWER_WITHIN, Reason, State
 from .work import Work, chunks
+
+
+class Answer(Enum):
+    """Whether somebody has to answer for rows that end, and in how many milliseconds the next may."""
+
+    DUE = 0
+    #: The caller does, and has time for it.
+    CLAIMED = to_ms(ANSWER_WITHIN)
+    #: It was told already, or nobody will.
+    NONE = None
 
 
 def finish(
@@ -18,8 +30,26 @@ def finish(
     *,
     detail: str | None = None,
     result: bytes | None = None,
+    answer: Answer = Answer.DUE,
 ) -> None:
-    """Make rows (id, queue, state, linked) final and tell their children."""
+    """Make rows (id, queue, state, linked, type) final and tell their children."""
+    _end(work, rows, state, reason, detail=detail, result=result, answer=answer)
+    work.changed(rows, state)
+    tell_children(work, [row.id for row in rows if row.linked], completed=state is State.COMPLETED)
+
+
+def _end(
+    work: Work,
+    rows: Sequence[Any],
+    state: State,
+    reason: Reason | None,
+    *,
+    detail: str | None = None,
+    result: bytes | None = None,
+    answer: Answer = Answer.DUE,
+) -> None:
+    if state is State.COMPLETED:
+        answer = Answer.NONE
     for part in chunks(rows):
         work.run_timed(
             work.sql.finish,
@@ -28,6 +58,7 @@ def finish(
             p_reason=None if reason is None else reason.value,
             p_detail=detail,
             p_result=result,
+            p_answer_in=answer.value,
         )
     work.changed(rows, state)
     linked = [row.id for row in rows if row.linked]
@@ -79,16 +110,8 @@ def wake(work: Work, rows: Sequence[Any]) -> None:
 
 
 def cancel_blocked(work: Work, rows: Sequence[Any], detail: str | None = None) -> None:
-    """Blocked rows (id, queue) will never run: a parent failed. Their children are the caller's business."""
-    for part in chunks(rows):
-        work.run_timed(
-            work.sql.finish,
-            p_ids=[row.id for row in part],
-            p_state=State.CANCELED.value,
-            p_reason=Reason.PARENT.value,
-            p_detail=detail,
-            p_result=None,
-        )
+    """Blocked rows (id, queue, type) will never run: a parent failed. Their children are the caller's business."""
+    _end(work, rows, State.CANCELED, Reason.PARENT, detail=detail)
     leave(work, [row.id for row in rows])
     work.became(rows, State.BLOCKED, State.CANCELED)
 

@@ -161,6 +161,7 @@ def _enqueue_one(work: Work, task: NewTask, known: dict[str, waits.Parent]) -> i
             _link(work, id, parents)
         if state is State.BLOCKED:
             waits.wait(work, id, awaited, known)
+        work.to_answer |= state is State.CANCELED and bool(task.type)
     if task.task_id in known and task.type:
         known[task.task_id].known = True
         known[task.task_id].root_id = task.root_id
@@ -191,6 +192,7 @@ def _schedule(task: NewTask, state: State) -> dict[str, Any]:
         "p_expires_in": None if task.expires_in is None else to_ms(task.expires_in),
         "p_lane": lanes[state],
         "p_final": int(state in FINAL),
+        "p_answered_for": int(state in FINAL and bool(task.type)),
     }
 
 

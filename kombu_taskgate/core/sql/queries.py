@@ -15,7 +15,7 @@ from .work import chunks
 _SAME = (
     "id", "queue", "type", "task_id", "root_id", "parent_task_id", "group_id", "run_at", "created_at", "expires_at",
     "finished_at", "replay_of", "pending_parents", "attempts", "max_retry", "throttled", "lease_lost", "deliveries",
-    "owner", "lease_until", "reason", "detail",
+    "owner", "lease_until", "reason", "detail", "answer_at",
 )  # fmt: skip
 
 

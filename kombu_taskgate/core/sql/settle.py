@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from ..clock import to_ms
 from ..errors import LeaseLost
 from ..model import WAS_BEGUN, FailKind, Lease, Reason, State
-from .links import finish, remove, tell_children
+from .links import Answer, finish, remove, tell_children
 from .work import Work, chunks
 
 
@@ -112,11 +112,12 @@ def fail(
     delay: float | None,
     reason: Reason | None,
     detail: str | None,
+    told: bool,
 ) -> State:
     """Count the failure and let it wait or end; returns the new state."""
     row = held_one(work, lease)
     if kind is FailKind.LOST:
-        return lose(work, [row], reason=reason, detail=detail)[row.id]
+        return lose(work, [row], reason=reason, detail=detail, told=told)[row.id]
     attempts = row.attempts + (kind is FailKind.BUSINESS)
     throttled = row.throttled + (kind is FailKind.THROTTLED)
     if kind is not FailKind.SKIP:
@@ -132,7 +133,7 @@ def fail(
             FailKind.THROTTLED: Reason.THROTTLED,
             FailKind.SKIP: Reason.REJECTED,
         }[kind]
-        finish(work, [row], State.FAILED, reason or usual, detail=detail)
+        finish(work, [row], State.FAILED, reason or usual, detail=detail, answer=_answer(told))
         return State.FAILED
     if row.cancel_mark:
         finish(work, [row], State.CANCELED, Reason.CANCELED)
@@ -143,8 +144,17 @@ def fail(
     return State.RETRYING
 
 
+def _answer(told: bool) -> Answer:
+    return Answer.NONE if told else Answer.DUE
+
+
 def lose(
-    work: Work, rows: Sequence[Any], *, reason: Reason | None = None, detail: str | None = None
+    work: Work,
+    rows: Sequence[Any],
+    *,
+    reason: Reason | None = None,
+    detail: str | None = None,
+    told: bool = False,
 ) -> dict[int, State]:
     """Take locked running rows from a holder that is gone; returns their new states by id."""
     marked = [row for row in rows if row.cancel_mark]
@@ -155,9 +165,9 @@ def lose(
     worn = [row for row in counted if row.lease_lost + 1 >= work.settings.lease_lost_max and not row.begun]
     finish(work, marked, State.CANCELED, Reason.CANCELED)
     said = WAS_BEGUN if detail is None else f"{detail}: {WAS_BEGUN}"
-    finish(work, begun, State.FAILED, reason or Reason.LOST, detail=said)
+    finish(work, begun, State.FAILED, reason or Reason.LOST, detail=said, answer=_answer(told))
     usual = f"{work.settings.lease_lost_max} workers lost their lease on it"
-    finish(work, worn, State.FAILED, reason or Reason.LEASE_LOST, detail=detail or usual)
+    finish(work, worn, State.FAILED, reason or Reason.LEASE_LOST, detail=detail or usual, answer=_answer(told))
     ended = {row.id for row in (*worn, *begun)}
     give_back(work, [row for row in counted if row.id not in ended])
     states = {row.id: State.PENDING for row in counted}

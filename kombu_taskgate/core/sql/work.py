@@ -32,7 +32,7 @@ def repeat(conn: sa.Connection, result: object) -> bool:
 class Work:
     """One transaction: its connection, the statements, what to announce after commit, who has work."""
 
-    __slots__ = ("announce", "changes", "conn", "mark", "settings", "sql", "unserved", "woken")
+    __slots__ = ("announce", "changes", "conn", "mark", "settings", "sql", "to_answer", "unserved", "woken")
 
     def __init__(self, conn: sa.Connection, sql: Statements, settings: BrokerSettings, *, announce: bool) -> None:
         self.announce = announce
@@ -46,6 +46,8 @@ class Work:
         self.woken: set[str] = set()
         #: A task has ended, and somebody may wait for a result that it has not left.
         self.unserved = False
+        #: Whether something has ended that somebody should answer for.
+        self.to_answer = False
 
     def run(self, statement: sa.Executable, **parameters: Any) -> sa.CursorResult[Any]:
         """Run a statement that does not ask for the time."""

@@ -21,7 +21,7 @@ import pytest
 from kombu_taskgate.core.broker import Broker
 from kombu_taskgate.core.errors import SchemaError, StoreUnavailable, TaskgateError
 from kombu_taskgate.core.memory import MemoryBroker
-from kombu_taskgate.core.model import FailKind, Filter, Lease, State
+from kombu_taskgate.core.model import FailKind, Filter, Lease, Session, State
 from kombu_taskgate.core.results import Finality, NewResult
 from kombu_taskgate.core.settings import BrokerSettings
 from kombu_taskgate.testing.clock import FakeClock
@@ -67,7 +67,7 @@ WRITES: dict[str, Call] = {
     "quota": lambda broker, lease, id: broker.queue_quota("k", 1, 60.0) is not None,
 }
 #: Columns that were added to the tables of the first version.
-ADDED = ("begun", "unique_key", "lock_")
+ADDED = ("begun", "unique_key", "lock_", "answer_at")
 #: Calls that are simply done again when the outcome is unknown; what they count the second time is less.
 COUNTING = {"reap", "purge"}
 
@@ -315,7 +315,51 @@ class SqlCases(Cases):
         if "mysql" not in broker.settings.url:
             assert calm > 0
 
-    # -- damage ------------------------------------------------------------------------------------
+    def test_when_a_lease_runs_out(self, sql_store: Store) -> None:
+        """One look tells when the first lease will run out that nobody renews, of a session and without one."""
+        broker = self._open(sql_store, lease_ttl=60, queue_lease_ttl={"quick": 20})
+        broker.reap_expired()  # the first is a round in full
+        put(broker)
+        broker.reap_expired()
+        assert broker.runs_out_in() == math.inf
+        idle = broker.open_session("idle", 5)
+        broker.reap_expired()
+        assert broker.runs_out_in() == math.inf, "a session that holds nothing has nothing to lose"
+        session = broker.open_session("w", 60)
+        claim = take(broker, session=session)
+        broker.reap_expired()
+        assert 50 < broker.runs_out_in() <= 60
+        # A session may end before a lease that was claimed late; the later of the two counts.
+        broker.renew_session(Session(session.id, "w", 30))
+        broker.reap_expired()
+        assert 50 < broker.runs_out_in() <= 60
+        put(broker, "quick")
+        other = take(broker, "quick")
+        broker.reap_expired()
+        assert 10 < broker.runs_out_in() <= 20
+        broker.ack(other)
+        broker.ack(claim)
+        broker.reap_expired()
+        assert broker.runs_out_in() == math.inf
+        broker.close_session(idle)
+
+    def test_a_round_is_one_statement(self, sql_store: Store) -> None:
+        """Idle or busy, while all live: a round of the reaper asks one thing, answers included."""
+        from sqlalchemy import event
+
+        broker = self._open(sql_store, lease_ttl=60)
+        broker.reap_expired()  # the first is a round in full
+        seen: list[str] = []
+        event.listen(broker.database.engine, "before_cursor_execute", lambda *args: seen.append(args[2]))
+        broker.reap_expired()
+        assert len(seen) == 1, "idle"
+        session = broker.open_session("w", 60)
+        put_many(broker, 3)
+        broker.dequeue([QUEUE], 2, session=session)
+        take(broker)
+        seen.clear()
+        broker.reap_expired()
+        assert len(seen) == 1, "busy"
 
     def test_reaper_repairs_blocked_rows(self, sql_store: Store, clock: FakeClock) -> None:
         """Blocked rows whose parents were ended or removed by hand are woken or canceled by the reaper."""

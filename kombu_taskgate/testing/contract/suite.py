@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .answers import AnswerCases
 from .begin import BeginCases
 from .cancel import CancelCases
 from .chords import ChordCases
@@ -32,6 +33,7 @@ class BrokerContract(
     SessionCases,
     DependencyCases,
     CancelCases,
+    AnswerCases,
     RevocationCases,
     ResultCases,
     ChordCases,
