@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kombu_taskgate.core.errors import TaskExists
 
+    from .errors import DeadLettered
     from .inspecting import TaskInfo, inspect_task
     from .task import Task
     from .throttled import Throttled
 
-__all__ = ["Task", "TaskExists", "TaskInfo", "Throttled", "__version__", "inspect_task"]
+__all__ = ["DeadLettered", "Task", "TaskExists", "TaskInfo", "Throttled", "__version__", "inspect_task"]
 
 #: Where the names come from. They need Celery, which a program with kombu alone does not load.
 _HOMES = {
+    "DeadLettered": ".errors",
     "Task": ".task",
     "TaskExists": "kombu_taskgate.core.errors",
     "TaskInfo": ".inspecting",

@@ -5,8 +5,7 @@ broker, where it holds for workers that start later, and what waits in the broke
 goes on as ever: only a worker can drop what it has prefetched, or terminate what it runs.
 
 Running executions are not marked as canceled: to revoke a task that runs means to let it end, and to let it count,
-unless ``terminate`` is asked for. If its worker dies, or it retries, the next claim finds the stored revocation, and
-its caller is told by the one who finds it. A mark would end it inside the database, where nobody could tell.
+unless ``terminate`` is asked for. If its worker dies, or it retries, the next claim finds the stored revocation.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from kombu_taskgate.core.broker import Broker
 from kombu_taskgate.core.model import Task
 from kombu_taskgate.core.revocations import Revocation
 from kombu_taskgate.transport.codec import Envelope, decode
@@ -26,7 +26,6 @@ from kombu_taskgate.transport.revocations import of_stamp, of_task, revocable_by
 
 from .apps import app_of
 from .bodies import body_of, with_body
-from .revoked import announce
 
 logger = logging.getLogger("celery_ext.control")
 
@@ -61,12 +60,6 @@ class RevokeObserver:
             _revoke_stamped(app, connection, arguments.get("headers"))
         return message
 
-    def dropped(self, connection: Connection, message: Envelope) -> None:
-        """Tell the caller of a task that was found to be revoked when it was claimed."""
-        app = app_of(connection)
-        if app is not None:
-            announce(app, message)
-
 
 OBSERVER = RevokeObserver()
 
@@ -81,7 +74,7 @@ def _revoke_ids(app: Any, connection: Connection, given: Any) -> list[str]:
     _store(connection, revoked)
     ids = list(dict.fromkeys(one.value for one in revoked))
     for start in range(0, len(ids), PART):
-        _tell(app, connection.broker.cancel_waiting(task_ids=ids[start : start + PART]))
+        _tell(app, connection.broker, connection.broker.cancel_waiting(task_ids=ids[start : start + PART]))
     return ids
 
 
@@ -95,7 +88,7 @@ def _revoke_stamped(app: Any, connection: Connection, given: Any) -> None:
         after = page[-1].id
         ids = [task.id for task in page if task.type and not revoked.isdisjoint(_revocable_by(task))]
         if ids:
-            _tell(app, broker.cancel_waiting(ids))
+            _tell(app, broker, broker.cancel_waiting(ids))
 
 
 def _stamps(given: Any) -> Iterable[Revocation]:
@@ -127,21 +120,29 @@ def _remembered() -> float:
 
 
 def _revocable_by(task: Task) -> list[Revocation]:
-    message = _message(task)
-    return [] if message is None else revocable_by(message)
-
-
-def _tell(app: Any, canceled: Iterable[Task]) -> None:
-    for task in canceled:
-        message = _message(task)
-        if message is not None:
-            logger.info("task %s[%s] is revoked and will not run (execution %d)", task.type, task.task_id, task.id)
-            announce(app, message)
-
-
-def _message(task: Task) -> Envelope | None:
     try:
-        return decode(task.payload)
+        return revocable_by(decode(task.payload))
     except Undecodable as error:
         logger.debug("execution %d can't be decoded: %s", task.id, error)
-        return None
+        return []
+
+
+def _tell(app: Any, broker: Broker, canceled: Iterable[Task]) -> None:
+    """Tell the callers now. Where that fails, or this process ends, a worker does it later."""
+    # Here, because programs without Celery load this module too.
+    from .answers import REVOKED, answer
+
+    told = []
+    for task in canceled:
+        logger.info("task %s[%s] is revoked and will not run (execution %d)", task.type, task.task_id, task.id)
+        try:
+            answer(app, task, lambda: REVOKED)
+        except Exception:
+            logger.exception(
+                "task %s[%s] is revoked and will not run, but its caller could not be told; workers will go on trying",
+                task.type,
+                task.task_id,
+            )
+        else:
+            told.append(task.id)
+    broker.answered(told)

@@ -25,6 +25,8 @@ def install() -> None:
         return
     from celery import current_app, signals
 
+    from . import errors  # noqa: F401  # Celery finds the class of a stored error only where its module is imported
+
     signals.worker_init.connect(_on_worker_init, weak=False, dispatch_uid=_UID)
     signals.before_task_publish.connect(before_publish, weak=False, dispatch_uid=_UID)
     if sys.modules.get("celery.worker.consumer") is not None:

@@ -16,7 +16,8 @@ from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
 from billiard.einfo import ExceptionWithTraceback
-from celery.exceptions import TimeLimitExceeded, WorkerLostError
+from celery import VERSION
+from celery.exceptions import Reject, TimeLimitExceeded, WorkerLostError
 from celery.utils.imports import symbol_by_name
 from celery.worker import state
 
@@ -34,6 +35,9 @@ logger = logging.getLogger("celery_ext.worker")
 #: by newer versions of billiard).
 _DEATHS = (WorkerLostError, SystemExit, KeyboardInterrupt)
 
+#: From this version on Celery itself stores a failure for a task that rejects its message.
+REJECT_IS_TOLD = (5, 7)
+
 #: The strategy that asks :meth:`TaskgateRequest.revoked` before it hands anything to the pool.
 _STRATEGY = "celery.worker.strategy:default"
 
@@ -50,6 +54,8 @@ class TaskgateRequest(_Base):
     id: str
     name: str
     _loss: str | None = None
+    #: A run has failed, and Celery tells its caller, before or after it settles the message.
+    _told = False
     _timed_out = False
     #: The pool has been asked to run it.
     _handed = False
@@ -79,6 +85,8 @@ class TaskgateRequest(_Base):
         if isinstance(error, ExceptionWithTraceback):
             error = error.exc
         self._throttled = error if isinstance(error, Throttled) else None
+        # What is rejected for good in there has been told by Celery, or will be in a moment.
+        self._told = not isinstance(error, Reject) or VERSION >= REJECT_IS_TOLD
         with self._ending(), self._losing(error, isinstance(error, TimeLimitExceeded)):
             return super().on_failure(exc_info, *args, **kwargs)
 
@@ -100,7 +108,7 @@ class TaskgateRequest(_Base):
         try:
             yield
         finally:
-            self._loss, self._timed_out = None, False
+            self._loss, self._timed_out, self._told = None, False, False
 
     # -- early acknowledgements ----------------------------------------------------------------------
 
@@ -153,8 +161,11 @@ class TaskgateRequest(_Base):
         self._end()
         # Celery 5.4 rejects for good here what newer versions put back.
         requeue = requeue or self._timed_out
-        if requeue and self._loss is not None and isinstance(self.message, Message):
-            self.message.lost = self._loss
+        if isinstance(self.message, Message):
+            if requeue and self._loss is not None:
+                self.message.lost = self._loss
+            # Celery tells of a hard time limit also when it puts the task back.
+            self.message.told = self._timed_out if requeue else self._told
         super().reject(requeue=requeue)
 
     def _throttle(self, error: Throttled) -> None:

@@ -15,6 +15,7 @@ from kombu_taskgate.transport.transport import Transport
 from kombu_taskgate.transport.url import masked
 
 from . import request
+from .answering import AnswerKeeper
 from .names import warn_of_namesake
 from .running import RunningJobs
 from .shutdown import ShutdownWatch
@@ -44,6 +45,7 @@ class WorkerStep(bootsteps.StartStopStep):
         self._told = False
         self._upkeep: Any = None
         self._running = RunningJobs(c.pool)
+        self._answers: AnswerKeeper | None = None
 
     def include_if(self, c: Any) -> bool:
         """Only where the broker is taskgate; the app's other workers may have another."""
@@ -68,6 +70,10 @@ class WorkerStep(bootsteps.StartStopStep):
             c.task_consumer.channel.limit_claims(lambda: pool_room(c))
         if not c.disable_rate_limits:
             c.task_consumer.channel.put_aside(lambda: rate_limited(c))
+        if self._answers is None:
+            # Once for each worker: a lost connection is no reason to let go of what is being told.
+            self._answers = AnswerKeeper(c)
+            self._answers.start()
         self._stop_watch()
         self._watch = ShutdownWatch(c.hostname, lambda: give_back(c))
         self._watch.start()
@@ -111,6 +117,9 @@ class WorkerStep(bootsteps.StartStopStep):
         Without an event loop Celery keeps these for its loop, which has ended; Celery 5.4 never looks again.
         """
         c.perform_pending_operations()
+        answers, self._answers = self._answers, None
+        if answers is not None:
+            answers.stop()
 
     def _stop_watch(self) -> None:
         watch, self._watch = self._watch, None

@@ -466,14 +466,23 @@ class Channel(StdChannel):
         """As :meth:`basic_reject`, for several at once."""
         self._settle(delivery_tag, Action.REQUEUE if requeue else Action.REJECT, multiple=multiple)
 
-    def basic_lost(self, delivery_tag: int, detail: str | None = None) -> None:
+    def basic_lost(self, delivery_tag: int, detail: str | None = None, *, told: bool = False) -> None:
         """Give a message back because what worked on it died: as a lost lease, only at once (not in AMQP).
 
         Args:
             delivery_tag: of the message.
             detail: what is known of the death, for whoever finds the dead letter.
+            told: whoever waits for the task has been told that it failed: nobody needs to answer, if this was the last.
         """
-        self._settle(delivery_tag, Action.LOST, detail=detail)
+        self._settle(delivery_tag, Action.LOST, detail=detail, told=told)
+
+    def basic_reject_told(self, delivery_tag: int) -> None:
+        """Make a message a dead letter that nobody needs to answer for: its caller knows already (not in AMQP)."""
+        self._settle(delivery_tag, Action.REJECT, told=True)
+
+    def basic_undecodable(self, delivery_tag: int, detail: str) -> None:
+        """Make a message a dead letter because its body can't be decoded (not in AMQP)."""
+        self._settle(delivery_tag, Action.UNDECODABLE, detail=detail)
 
     def basic_throttle(self, delivery_tag: int, delay: float, detail: str | None = None) -> None:
         """Have a message delivered again later, since something is at its limit now (not in AMQP).
@@ -508,9 +517,12 @@ class Channel(StdChannel):
         multiple: bool = False,
         detail: str | None = None,
         delay: float = 0.0,
+        told: bool = False,
     ) -> None:
         if self._may_settle(delivery_tag, action) and self._engine is not None:
-            self._engine.settle(self._window, delivery_tag, action, multiple=multiple, detail=detail, delay=delay)
+            self._engine.settle(
+                self._window, delivery_tag, action, multiple=multiple, detail=detail, delay=delay, told=told
+            )
 
     def _may_settle(self, delivery_tag: int, action: Action) -> bool:
         if self._engine is None:

@@ -119,7 +119,6 @@ class Connection:
                     self._readiness(),
                     upkeep=self._keep_queues,
                     sweep=declared.Sweeper(self.broker).sweep,
-                    dropped=lambda message: control.tell_dropped(self, message),
                 )
                 with kombu_errors():
                     engine.start()

@@ -1,4 +1,4 @@
-"""Who is told of remote control commands, and of messages that were dropped because they are revoked.
+"""Who is told of remote control commands.
 
 A command such as ``revoke`` travels over kombu's mailbox to the processes that run, and is lost when none does. The
 transport knows the mailbox but not the commands, so it tells those who are registered in the entry point group
@@ -35,9 +35,6 @@ class ControlObserver(Protocol):
             TaskgateError: what the command asks for could not be stored. The publish fails with it.
         """
 
-    def dropped(self, connection: Connection, message: Envelope) -> None:
-        """A message has been claimed that is revoked; it will not be delivered."""
-
 
 @cache
 def observers() -> tuple[ControlObserver, ...]:
@@ -69,12 +66,3 @@ def tell_published(connection: Connection, message: Envelope) -> Envelope:
         except Exception:
             logger.exception("%r failed on a message to %r, which goes on", observer, message.exchange)
     return message
-
-
-def tell_dropped(connection: Connection, message: Envelope) -> None:
-    """Tell the observers of a message that is not delivered. Does not raise."""
-    for observer in observers():
-        try:
-            observer.dropped(connection, message)
-        except Exception:
-            logger.exception("%r failed on a revoked message, which is dropped", observer)

@@ -77,7 +77,6 @@ class DeliveryEngine:
         ready: set while there is something to deliver.
         upkeep: called in the pump's thread every few seconds; returns after how many seconds again.
         sweep: called by the reaper after each round.
-        dropped: called in the pump's thread with each message that is not delivered because it is revoked.
     """
 
     def __init__(
@@ -90,7 +89,6 @@ class DeliveryEngine:
         *,
         upkeep: Callable[[], float],
         sweep: Callable[[], None],
-        dropped: Callable[[Envelope], None] = lambda message: None,
     ) -> None:
         self.broker = broker
         self.settings = settings
@@ -109,7 +107,7 @@ class DeliveryEngine:
         shortest = min([settings.lease_ttl, *settings.queue_lease_ttl.values()])
         self._reaper = Reaper(broker, options.reap_interval or max(0.5, shortest / 3), also=sweep)
         self._settler = Settler(broker, self._settled)
-        self.revoked = RevokedClaims(broker, dropped)
+        self.revoked = RevokedClaims(broker)
         self._reset()
 
     def _reset(self) -> None:
@@ -338,16 +336,17 @@ class DeliveryEngine:
         multiple: bool = False,
         detail: str | None = None,
         delay: float = 0.0,
+        told: bool = False,
     ) -> None:
         """Settle deliveries by tag. From any thread; does not wait for the database. Unknown tags are ignored."""
         with self._lock:
             room = window.free(no_ack=False)
             taken = window.take(tag, multiple=multiple)
             # Settling all up to a tag is no word about what has been acknowledged before.
-            self._add(taken, action, detail, delay)
+            self._add(taken, action, detail, delay, told=told)
             if not (taken or multiple):
                 begun = Action.INTERRUPTED if action is Action.LOST else action
-                self._add(window.take_begun(tag), begun, detail, delay)
+                self._add(window.take_begun(tag), begun, detail, delay, told=told)
             self._room_changed(window, room)
 
     def begin(self, window: Window, tag: int) -> None:
@@ -531,7 +530,13 @@ class DeliveryEngine:
         return len(seen)
 
     def _add(
-        self, deliveries: Sequence[Delivery], action: Action, detail: str | None = None, delay: float = 0.0
+        self,
+        deliveries: Sequence[Delivery],
+        action: Action,
+        detail: str | None = None,
+        delay: float = 0.0,
+        *,
+        told: bool = False,
     ) -> None:
         """Let settlements wait to be written, and start a turn if that makes it due."""
         if not deliveries:
@@ -540,7 +545,7 @@ class DeliveryEngine:
         before = len(self._pending.acks)
         for delivery in deliveries:
             delivery.stage = Stage.SETTLING
-            self._pending.add(Settlement(delivery, action, now, detail, delay))
+            self._pending.add(Settlement(delivery, action, now, detail, delay, told))
         reached = before < self._enough_acks() <= len(self._pending.acks)
         if action is not Action.ACK or not before or reached or self._idle():
             self._work.notify()
@@ -727,10 +732,6 @@ class DeliveryEngine:
             revoked = self.revoked.among(decoded)
         except Exception as error:  # noqa: BLE001  # raised again below: what is held must go somewhere first
             unknown = error
-        for claim, envelope in decoded:
-            # Told before it is settled: if this process ends in between, the next claim tells it again.
-            if claim.id in revoked and isinstance(envelope, Envelope):
-                self.revoked.drop(claim, envelope)
         with self._lock:
             broadcast = {queue for window in self._windows for queue in window.queues(no_ack=True)}
         # What needs no acknowledgement is acknowledged before it is delivered, and that takes time. So it goes first: a
@@ -846,7 +847,6 @@ class DeliveryEngine:
             if isinstance(envelope, Undecodable):
                 self._settle_undelivered(claim, Action.UNDECODABLE, str(envelope))
             elif self._is_revoked(claim, envelope):
-                self.revoked.drop(claim, envelope)
                 self._settle_undelivered(claim, Action.CANCELED)
             elif not no_ack or not self.broker.ack_many(claims):
                 with self._lock:

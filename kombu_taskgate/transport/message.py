@@ -65,6 +65,32 @@ class Message(base.Message):
         #: How what worked on it died. A rejection that requeues is then a loss, and is counted as one.
         self.lost: str | None = None
         self._begun = False
+        #: Whoever waits for the task has been told that it failed: as a dead letter it leaves nothing to answer for.
+        self.told = False
+        #: Why the body of a task could not be decoded.
+        self._undecodable: str | None = None
+
+    def _decode(self) -> Any:
+        try:
+            return super()._decode()
+        except Exception as error:
+            if self.headers.get("task") is not None:
+                self._undecodable = f"{type(error).__name__}: {error}"
+            raise
+
+    def ack(self, multiple: bool = False) -> None:
+        """Acknowledge it; a task whose body could not be decoded becomes a dead letter, so that its caller hears of it.
+
+        Celery acknowledges what it can't decode, to be rid of it.
+
+        Raises:
+            MessageStateError: it was settled before.
+        """
+        if multiple or self._undecodable is None or self.acknowledged:
+            super().ack(multiple=multiple)
+        else:
+            self.channel.basic_undecodable(self.delivery_tag, self._undecodable)
+            self._state = "ACK"
 
     def reject(self, requeue: bool = False) -> None:
         """Make it a dead letter, or give it back.
@@ -72,11 +98,19 @@ class Message(base.Message):
         Raises:
             MessageStateError: it was settled before.
         """
-        if not requeue or self.lost is None or self.acknowledged:
-            super().reject(requeue=requeue)
-            return
-        self.channel.basic_lost(self.delivery_tag, self.lost)
-        self._state = "REQUEUED"
+        if not self.acknowledged:
+            if requeue and self.lost is not None:
+                self.channel.basic_lost(self.delivery_tag, self.lost, told=self.told)
+                self._state = "REQUEUED"
+                return
+            if not requeue and (self.told or self._undecodable is not None):
+                if self._undecodable is not None:
+                    self.channel.basic_undecodable(self.delivery_tag, self._undecodable)
+                else:
+                    self.channel.basic_reject_told(self.delivery_tag)
+                self._state = "REJECTED"
+                return
+        super().reject(requeue=requeue)
 
     def begin(self) -> None:
         """Acknowledge it because its run begins; :meth:`done` tells the end.

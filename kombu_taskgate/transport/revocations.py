@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..core.broker import Broker
@@ -74,12 +74,10 @@ class RevokedClaims:
 
     Args:
         broker: where.
-        tell: called with each message that is dropped.
     """
 
-    def __init__(self, broker: Broker, tell: Callable[[Envelope], None]) -> None:
+    def __init__(self, broker: Broker) -> None:
         self._broker = broker
-        self._tell = tell
         self._any = False
         self._until = 0.0
         #: Counted, because a notice may come while the database is being asked.
@@ -107,9 +105,10 @@ class RevokedClaims:
             return set()
         by = {claim.id: revocable_by(message) for claim, message in claims if isinstance(message, Envelope)}
         found = self._broker.revocations.find([one for keys in by.values() for one in keys])
-        return {id for id, keys in by.items() if not found.isdisjoint(keys)}
-
-    def drop(self, claim: Claim, message: Envelope) -> None:
-        """Tell that a message is dropped. Does not raise."""
-        logger.info("task %s[%s] is revoked and will not run (execution %d)", claim.type, claim.task_id, claim.id)
-        self._tell(message)
+        revoked = {id for id, keys in by.items() if not found.isdisjoint(keys)}
+        for claim, _ in claims:
+            if claim.id in revoked:
+                logger.info(
+                    "task %s[%s] is revoked and will not run (execution %d)", claim.type, claim.task_id, claim.id
+                )
+        return revoked

@@ -46,6 +46,8 @@ class Settlement:
     detail: str | None = None
     #: Seconds after which what is throttled comes back.
     delay: float = 0.0
+    #: Whoever waits for the task has been told that it failed.
+    told: bool = False
     #: An attempt to write it has failed; it may have taken effect.
     tried: bool = False
 
@@ -135,15 +137,15 @@ class Settler:
             if action is Action.CANCELED:
                 self._broker.finish_canceled(claim)
             elif action is Action.LOST:
-                self._broker.fail(claim, FailKind.LOST, detail=settlement.detail)
+                self._broker.fail(claim, FailKind.LOST, detail=settlement.detail, told=settlement.told)
             elif action is Action.THROTTLED:
                 self._throttle(settlement)
             elif action is Action.INTERRUPTED:
                 detail = f"{settlement.detail}: {WAS_BEGUN}"
-                self._broker.fail(claim, FailKind.SKIP, reason=Reason.LOST, detail=detail)
+                self._broker.fail(claim, FailKind.SKIP, reason=Reason.LOST, detail=detail, told=settlement.told)
             else:
                 reason = Reason.UNDECODABLE if action is Action.UNDECODABLE else Reason.REJECTED
-                self._broker.fail(claim, FailKind.SKIP, reason=reason, detail=settlement.detail)
+                self._broker.fail(claim, FailKind.SKIP, reason=reason, detail=settlement.detail, told=settlement.told)
         except LeaseLost:
             return True
         return False

@@ -235,6 +235,57 @@ def echo(self: Task, *args: object, **kwargs: object) -> None:
     note("end", self)
 
 
+@app.task(bind=True)
+def kill_worker(self: Task) -> None:
+    """Take the whole worker along each time."""
+    note("start", self)
+    os.killpg(0, signal.SIGKILL)
+
+
+@app.task(bind=True)
+def refuse(self: Task) -> None:
+    """Reject the own message for good."""
+    note("start", self)
+    raise Reject("never", requeue=False)
+
+
+@app.task
+def on_error(request: Any, exc: BaseException, traceback: object) -> None:
+    """An errback of the new kind, which is called with the request by whoever learns of the failure."""
+    if os.environ.get("TASKGATE_TEST_ERRBACK_GATE"):
+        hold("errback", request.id)
+    event("errback", request.id, error=type(exc).__name__, text=str(exc))
+
+
+@app.task(bind=True)
+def on_error_id(self: Task, id: str) -> None:
+    """An errback of the old kind, which is a task of its own."""
+    event("errback", id, error="", text="")
+
+
+@app.task
+def body(results: list[Any]) -> str:
+    """The body of a chord."""
+    return "body"
+
+
+def event(name: str, id: str, **more: object) -> None:
+    """A line about another task."""
+    line = {"event": name, "id": id, "pid": os.getpid(), "time": time.time(), **more}
+    file = os.open(os.environ["TASKGATE_TEST_JOURNAL"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        os.write(file, json.dumps(line).encode() + b"\n")
+    finally:
+        os.close(file)
+
+
+def hold(name: str, id: str) -> None:
+    """Say that something has begun, and go on when the file of that gate is there."""
+    event(f"{name} begins", id)
+    while not os.path.exists(os.environ["TASKGATE_TEST_ERRBACK_GATE"]):  # noqa: PTH110  # as in hold_until
+        time.sleep(0.01)
+
+
 @control_command()
 def lose_connection(state: Any) -> None:
     """Make Celery believe that its connection broke."""
