@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = {path.name: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
 SETTINGS = {name for name, _ in flatten(NAMESPACES)}
 #: Not settings, but with names like them.
-OTHERS = {"task_id", "task_revoked", "worker_init"}
+OTHERS = {"task_id", "task_failure", "task_revoked", "worker_init"}
 BLOCKS = [
     pytest.param(language, block, id=f"{name}-{number}")
     for name, text in DOCUMENTS.items()
