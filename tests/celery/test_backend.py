@@ -14,13 +14,14 @@ import pytest
 from celery import Celery, states
 from celery.app.defaults import NAMESPACES
 from celery.backends.base import Backend
-from celery.exceptions import ImproperlyConfigured, TaskRevokedError
+from celery.exceptions import ChordError, ImproperlyConfigured, TaskRevokedError
 from celery.exceptions import TimeoutError as CeleryTimeoutError
 from celery.result import GroupResult
 from kombu.serialization import register, unregister
 
 from celery_ext.backend import TaskgateBackend
 from celery_ext.result_settings import same_tables
+from kombu_taskgate.core.chords import ChordState
 from kombu_taskgate.core.errors import PayloadTooLarge
 from kombu_taskgate.core.factory import open_broker
 from kombu_taskgate.core.settings import BrokerSettings
@@ -357,6 +358,20 @@ def test_a_result_beyond_the_limit(broker_settings: BrokerSettings) -> None:
         with pytest.raises(PayloadTooLarge, match="group g"):
             GroupResult("g", [app.AsyncResult(new_id()) for _ in range(5000)], app=app).save()
         assert app.AsyncResult("one").result == 1
+
+
+def test_a_chord_whose_body_is_beyond_the_limit(broker_settings: BrokerSettings) -> None:
+    """Values that are too much for one message fail the body, not the task that has come last."""
+    with an_app(broker_settings, options={"max_payload": 30_000}) as app:
+        body = app.signature("some.body", options={"task_id": new_id()})
+        app.backend.set_chord_size("g", 2)
+        for place in range(2):
+            part = request(f"part {place}", group="g", group_index=place)
+            part.chord = body
+            app.backend.on_chord_part_return(part, states.SUCCESS, "x" * 20_000)
+        with pytest.raises(ChordError, match="Callback error"):
+            app.AsyncResult(body.id).get(timeout=LONG)
+        assert app.backend.broker.chords.get("g").state is ChordState.FAILED
 
 
 def test_strange_ids(app: Celery) -> None:
