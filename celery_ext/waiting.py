@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from celery.backends.asynchronous import BaseResultConsumer, Drainer
@@ -234,8 +234,10 @@ class ResultConsumer(BaseResultConsumer):
         with self._changed:
             self._waiters += 1
         try:
+            # Where the database is away, whoever looks tries again.
             if self._watch is None:
-                self._begin_to_listen()
+                with suppress(StoreUnavailable):
+                    self._begin_to_listen()
             yield
         finally:
             with self._changed:
@@ -333,10 +335,14 @@ class ResultConsumer(BaseResultConsumer):
 
     def _look_together(self, ids: list[str], *, sure: bool, everything: bool) -> None:
         began = time.monotonic()
-        watch = self._watch
-        live = watch is not None and watch.live
-        mark = None if live else self._probe()
+        live, mark = False, None
         try:
+            watch = self._watch
+            if watch is None:
+                self._begin_to_listen()
+                watch = self._watch
+            live = watch is not None and watch.live
+            mark = None if live else self._results.change_mark()
             # Where nobody has written since the last look there is nothing to find.
             found = bool(ids) and (sure or mark is None or mark != self._mark) and self._look(ids)
         except StoreUnavailable as error:
@@ -356,12 +362,6 @@ class ResultConsumer(BaseResultConsumer):
         else:
             # It says nothing of the others: they are looked for when they would have been.
             self._due = min(self._due, due)
-
-    def _probe(self) -> object | None:
-        try:
-            return self._results.change_mark()
-        except StoreUnavailable:
-            return None
 
     def _unavailable(self, error: StoreUnavailable, ids: list[str]) -> None:
         if not self._failing:
