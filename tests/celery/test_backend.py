@@ -21,9 +21,10 @@ from kombu.serialization import register, unregister
 
 from celery_ext.backend import TaskgateBackend
 from celery_ext.result_settings import same_tables
-from kombu_taskgate.core.chords import ChordState
+from kombu_taskgate.core.chords import ChordPart, ChordState
 from kombu_taskgate.core.errors import PayloadTooLarge
 from kombu_taskgate.core.factory import open_broker
+from kombu_taskgate.core.model import Filter
 from kombu_taskgate.core.settings import BrokerSettings
 from kombu_taskgate.testing.threads import errors_of, together
 from tests.celery.results import an_app, make_app, request, succeed
@@ -372,6 +373,27 @@ def test_a_chord_whose_body_is_beyond_the_limit(broker_settings: BrokerSettings)
         with pytest.raises(ChordError, match="Callback error"):
             app.AsyncResult(body.id).get(timeout=LONG)
         assert app.backend.broker.chords.get("g").state is ChordState.FAILED
+
+
+@pytest.mark.parametrize("options", [{}, {"pool_size": 3}])
+def test_a_stuck_chord_is_ended_by_tending(
+    broker_settings: BrokerSettings, monkeypatch: pytest.MonkeyPatch, options: dict[str, int]
+) -> None:
+    """One whose last worker died, and was not to run again: its body is published, once, in the chord's transaction."""
+    monkeypatch.setattr("celery_ext.chords.STUCK_AFTER", -1.0)
+    with an_app(broker_settings, result_backend_transport_options=options) as app:
+        backend = app.backend
+        chords = backend.broker.chords
+        body = app.signature("some.body", options={"task_id": new_id()})
+        chords.begin("g", header=None, body=backend._dump_body(body), expires_in=None)
+        chords.set_size("g", 1)
+        chords.put("g", ChordPart("part", 0, states.SUCCESS, backend.encode(7).encode(), 1, 1))
+        monkeypatch.setattr(type(chords), "claim", None)  # what bodies that are published by themselves need
+        assert backend.tend() == 1
+        assert chords.get("g").state is ChordState.DONE
+        rows = backend.broker.list(Filter())
+        assert [(row.type, row.task_id) for row in rows] == [("some.body", body.id)]
+        assert backend.tend() == 0
 
 
 def test_strange_ids(app: Celery) -> None:
