@@ -12,10 +12,11 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from celery._state import get_current_task
-from celery.canvas import maybe_signature
+from celery.app.task import Context
+from celery.canvas import group, maybe_signature
 from celery.exceptions import ChordError
 from celery.result import GroupResult, allow_join_result, result_from_tuple
-from celery.states import EXCEPTION_STATES, PROPAGATE_STATES
+from celery.states import EXCEPTION_STATES, FAILURE, PROPAGATE_STATES
 from celery.utils.functional import _regen
 from kombu.exceptions import OperationalError
 from kombu.serialization import dumps, loads, prepare_accept_content
@@ -161,16 +162,27 @@ class ChordMixin(_Base):
                 return
             if not self.is_broker:
                 self.chord_error_from_stack(body, error)
+                self._fail_around(body, error)
                 self.surely(lambda: self.broker.chords.end(key, ChordState.FAILED, claim=claim))
                 return
             with capturing(self.publishing) as captured:
                 self.chord_error_from_stack(body, error)
+            self._fail_around(body, error)
             if self.surely(lambda: self.broker.chords.end(key, ChordState.FAILED, claim=claim, tasks=captured.tasks)):
                 tell_stored(self.publishing, captured.tasks)
         except (StoreUnavailable, OperationalError) as unavailable:
             logger.warning("chord %s has failed, and nobody can be told now; it is tried again: %s", key, unavailable)
         except Exception:
             logger.exception("chord %s has failed, and its error callbacks failed too", key)
+
+    def _fail_around(self, body: Any, error: ChordError) -> None:
+        """A body that will not run is a part of the chord around it, whose other tasks would wait for it for ever."""
+        for one in body.tasks if isinstance(body, group) else [body]:
+            context = Context(one)
+            context.update(context.options)
+            context.id, context.group = one.options.get("task_id"), one.options.get("group_id")
+            if context.chord:
+                self.on_chord_part_return(context, FAILURE, error)
 
     # -- joining -------------------------------------------------------------------------------------
 
