@@ -110,7 +110,7 @@ class ResultStatements:
 
     @cached_property
     def store_awaited_result(self) -> sa.Insert:
-        """As store_result, also where executions may wait for it: who runs it has locked it, and looks after them."""
+        """As store_result, also where executions may wait for it: who runs it looks after them, in its transaction."""
         return self._store_where(self._may_replace)
 
     def _store_where(self, may_replace: sa.ColumnElement[bool]) -> sa.Insert:

@@ -86,8 +86,7 @@ class SqlResults:
         """Store a result and wake who waits for it, or cancel them, in one transaction."""
 
         def part(work: Work) -> bool:
-            # Before anything is read: a child that is being stored is seen, or sees what is stored here.
-            work.run(self._sql.waits.lock_result, p_task_id=result.task_id)
+            # This locks it, so that a child that is being stored is seen by what follows, or sees this.
             done = work.run_timed(self._sql.store_awaited_result, **_parameters(result))
             if not self._database.dialect.took_effect(done):
                 return False

@@ -22,7 +22,7 @@ from kombu_taskgate.core.broker import Broker
 from kombu_taskgate.core.errors import SchemaError, StoreUnavailable, TaskgateError
 from kombu_taskgate.core.memory import MemoryBroker
 from kombu_taskgate.core.model import FailKind, Filter, Lease, Session, State
-from kombu_taskgate.core.results import Finality, NewResult
+from kombu_taskgate.core.results import WAIT_EXPIRES, Finality, NewResult
 from kombu_taskgate.core.settings import BrokerSettings
 from kombu_taskgate.testing.clock import FakeClock
 from kombu_taskgate.testing.faults import FailAt
@@ -448,6 +448,35 @@ class SqlCases(Cases):
         assert migrations.upgrade(broker.database, broker.tables) == migrations.SCHEMA_VERSION
         assert _schema(broker) == fresh
         assert put(broker) > 0
+
+    def test_nothing_is_left_of_waits(self, sql_store: Store) -> None:
+        """However a child ends, no wait of it is left, and what marked its parents goes with its time."""
+        import sqlalchemy as sa
+
+        clock = FakeClock()
+        broker = self._open(sql_store, clock=clock)
+        for name in ("a", "b", "unended"):
+            put(broker, type="t", task_id=name)
+        names = ["a", "b", "unended"]
+        canceled = [put(broker, "canceled", type="t", depends_on=names) for _ in range(2)]
+        put(broker, "purged", type="t", depends_on=names)
+        put(broker, "failed", type="t", depends_on=names)
+        put(broker, "woken", type="t", depends_on=["a"])
+        put(broker, "tolerant", type="t", depends_on=["a", "b"], fail_fast=False)
+        broker.cancel(canceled[0])
+        assert len(broker.cancel_waiting([canceled[1]])) == 1
+        assert broker.purge("purged") == 1
+        broker.results.store(NewResult("a", "SUCCESS", Finality.SUCCEEDED, b"1", expires_in=1))
+        broker.results.store(NewResult("b", "FAILURE", Finality.ENDED, b"1", expires_in=1))
+        assert broker.queue_lens(["woken", "tolerant"]) == {"woken": 1, "tolerant": 1}
+        clock.advance(WAIT_EXPIRES + 1)
+        assert broker.results.sweep() == 3
+
+        def left(conn: sa.Connection) -> list[int]:
+            tables = (broker.tables.waits, broker.tables.results)
+            return [conn.execute(sa.select(sa.func.count()).select_from(table)).scalar_one() for table in tables]
+
+        assert broker.database.read(left) == [0, 0]
 
     def test_upgrade_adds_what_is_missing(self, sql_store: Store) -> None:
         """Tables as the first version made them get what later versions have added; what they hold stays."""

@@ -156,11 +156,11 @@ class WaitCases(Cases):
 
     def test_parent_that_retries_goes_on(self, broker: Broker) -> None:
         """A retry is another execution of the same task: the end of the first one is not the end of the task."""
-        parent(broker)
+        parent(broker, root_id=None)
         id = child(broker, "p")
         first = take(broker)
         say(broker, "p", OPEN, "RETRY", execution=first.id, token=first.token)
-        parent(broker, delay=60)
+        parent(broker, delay=60, root_id=None)
         broker.ack(first)
         broker.reap_expired()
         assert state_of(broker, id) is State.BLOCKED
