@@ -14,9 +14,11 @@ from typing import Any
 from kombu_taskgate.core.model import Reason, State, Task
 from kombu_taskgate.transport.codec import Envelope, decode
 from kombu_taskgate.transport.errors import Undecodable
+from kombu_taskgate.transport.message import LEASE_HEADER
 
 from .contexts import Subject, subject_of
 from .errors import DeadLettered
+from .lease import without_lease
 
 logger = logging.getLogger("celery_ext.answers")
 
@@ -86,6 +88,8 @@ def message_of(task: Task) -> Envelope:
     for name, value in known.items():
         if message.headers.get(name) is None:
             message.headers[name] = value
+    # What is said after all leases have ended is the last word on this execution.
+    message.headers[LEASE_HEADER] = without_lease(task.id)
     return message
 
 
@@ -179,6 +183,7 @@ def dead_letter(task: Task, lease_lost_max: int) -> DeadLettered:
     """The error that the caller of a dead letter gets."""
     why = {
         Reason.LEASE_LOST: f"its worker was lost {task.lease_lost} times, as often as lease_lost_max allows",
+        Reason.LOST: "its worker died while it ran",
         Reason.MAX_DELIVERIES: f"it was delivered {task.deliveries} times and never settled",
         Reason.REJECTED: "it was rejected",
         Reason.UNDECODABLE: "its message can't be decoded",

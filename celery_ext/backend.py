@@ -30,8 +30,9 @@ from kombu_taskgate.transport.url import PREFIX, masked
 
 from .chords import STUCK_AT_ONCE, ChordMixin
 from .inspecting import broker_of
-from .lease import NONE, lease_of
+from .lease import lease_of
 from .result_settings import broker_settings, result_settings, same_tables
+from .worker import results as look_after_results
 
 try:
     from celery.backends.base import decompress_payload
@@ -92,6 +93,7 @@ class TaskgateBackend(ChordMixin, AsyncBackendMixin, Backend):
         self._publishing: BrokerSettings | None = None
         self._publishing_known = False
         self._looked_back = False
+        look_after_results.install()
         # Imported late: it needs Celery's event loops, which a process that only publishes does not.
         from .waiting import ResultConsumer
 
@@ -184,7 +186,7 @@ class TaskgateBackend(ChordMixin, AsyncBackendMixin, Backend):
         )
         if not self.surely(lambda: self.broker.results.store(stored)):
             logger.log(
-                logging.INFO if lease is NONE else logging.WARNING,
+                logging.WARNING if lease.held else logging.INFO,
                 "refused: %s of task %s: it has a final result already, or its lease was lost",
                 state,
                 task_id,
@@ -287,24 +289,38 @@ class TaskgateBackend(ChordMixin, AsyncBackendMixin, Backend):
                 continue
 
     def tend(self, budget: float = TEND_FOR) -> int:
-        """Do what nobody waits for: end chords that are stuck, and delete a part of what has expired.
+        """Do what nobody waits for: :meth:`tend_chords`, then :meth:`sweep`; returns the sum of both."""
+        deadline = time.monotonic() + budget
+        return self.tend_chords() + self.sweep(max(0.0, deadline - time.monotonic()))
 
-        The first call in a process looks for stuck chords of any age, later ones for those to which a part came
-        in the last ``LOOK_BACK`` seconds.
+    def tend_chords(self) -> int:
+        """End chords that are stuck; returns how many were found.
+
+        The first call in a process looks for those of any age, later ones for those to which a part came in the last
+        ``LOOK_BACK`` seconds.
+
+        Raises:
+            StoreUnavailable: the database does not answer.
+        """
+        count = self.end_stuck_chords(since=LOOK_BACK if self._looked_back else None)
+        # As many as are asked for at once: there may be more.
+        self._looked_back = self._looked_back or count < STUCK_AT_ONCE
+        return count
+
+    def sweep(self, budget: float = TEND_FOR) -> int:
+        """Delete what has expired, in batches.
 
         Args:
             budget: seconds after which no further batch is begun.
 
         Returns:
-            How many chords were found stuck and how many rows were deleted; 0: all is done.
+            How many rows were deleted; 0: there is nothing more.
 
         Raises:
             StoreUnavailable: the database does not answer.
         """
         deadline = time.monotonic() + budget
-        count = self.end_stuck_chords(since=LOOK_BACK if self._looked_back else None)
-        # As many as are asked for at once: there may be more.
-        self._looked_back = self._looked_back or count < STUCK_AT_ONCE
+        count = 0
         for sweep in self._sweeps():
             swept = SWEEP
             while swept >= SWEEP and time.monotonic() < deadline:

@@ -9,6 +9,7 @@ from kombu_taskgate.core.factory import open_broker
 
 from ..dead_letters import DeadLetterAnswers
 from ..keeper import Keeper
+from .results import look_after
 
 
 class AnswerKeeper:
@@ -27,6 +28,7 @@ class AnswerKeeper:
         self.keeper = Keeper()
         answers = DeadLetterAnswers(c.app, self._broker, self._consumed, lease_lost_max=settings.lease_lost_max)
         self._work = self.keeper.add("answering for dead letters", answers)
+        look_after(c.app.backend, self.keeper)
 
     def start(self) -> None:
         """Begin."""
