@@ -22,7 +22,7 @@ ROUNDS = int(os.environ.get("TASKGATE_CHORD_ROUNDS", "3"))
 LONG = 90.0
 TASKS = "tests.workers.chords"
 #: As tests.workers.chords calls them; that module wants a worker's environment.
-PLACES = ["before the last part", "before the body", "after the body"]
+PLACES = ["before the last part", "before the body", "before the commit", "after the body"]
 
 
 class Fray:

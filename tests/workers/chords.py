@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tests.workers.app import note
 
 #: Where a worker can be killed.
 BEFORE_THE_LAST_PART, BEFORE_THE_BODY, AFTER_THE_BODY = "before the last part", "before the body", "after the body"
-AFTER_A_PART = "after a part"
+BEFORE_THE_COMMIT, AFTER_A_PART = "before the commit", "after a part"
 KILL = Path(os.environ.get("TASKGATE_TEST_KILL", "none"))
 
 
@@ -63,6 +64,13 @@ class Victim(TaskgateBackend):
 
     def _end_chord(self, chord: Chord, body: Any) -> None:
         die_at(BEFORE_THE_BODY)
+        thread = threading.get_ident()
+
+        def fault(point: str) -> None:
+            if point == "before_commit" and threading.get_ident() == thread:
+                die_at(BEFORE_THE_COMMIT)
+
+        self.broker.database.fault = fault  # type: ignore[attr-defined]  # an SqlBroker
         super()._end_chord(chord, body)
         die_at(AFTER_THE_BODY)
 
