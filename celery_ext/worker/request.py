@@ -22,7 +22,7 @@ from celery.utils.imports import symbol_by_name
 from celery.worker import state
 
 from celery_ext.throttled import Throttled
-from kombu_taskgate.transport.message import Message
+from kombu_taskgate.transport.message import ETA_HEADER, Message
 
 if TYPE_CHECKING:
     from celery.worker.request import Request as _Base
@@ -53,6 +53,7 @@ class TaskgateRequest(_Base):
     acknowledged: bool  # the Request's
     id: str
     name: str
+    _request_dict: dict[str, Any]
     _loss: str | None = None
     #: A run has failed, and Celery tells its caller, before or after it settles the message.
     _told = False
@@ -73,6 +74,9 @@ class TaskgateRequest(_Base):
 
     def __init__(self, message: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(message, *args, **kwargs)
+        if isinstance(message, Message):
+            # For the task to see. The worker has looked by now, and would have put it on its own timer.
+            self._request_dict["eta"] = message.headers.get(ETA_HEADER, self._request_dict.get("eta"))
         # Another strategy may start what it has in ways that are not known here.
         if isinstance(message, Message) and self.task.Strategy == _STRATEGY:
             _waiting.add(self)

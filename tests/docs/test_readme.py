@@ -70,8 +70,8 @@ def test_urls_of_the_table_are_understood():
         assert database_url(connection) == url.removeprefix("taskgate+")
 
 
-def test_configuration_takes_three_lines():
-    assert [type(node) for node in ast.parse(blocks()["celeryconfig.py"]).body] == [ast.Assign] * 3
+def test_configuration_takes_four_lines():
+    assert [type(node) for node in ast.parse(blocks()["celeryconfig.py"]).body] == [ast.Assign] * 4
 
 
 @pytest.mark.slow

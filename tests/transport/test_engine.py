@@ -603,7 +603,7 @@ def test_a_connection_given_up_still_settles_what_somebody_works_on(connect, cap
 
 def _threads_of(channel):
     engine = channel._engine
-    threads = [engine._thread, engine._keeper._thread, engine._reaper._thread]
+    threads = [engine._thread, engine._keeper._thread, engine._reaper._rounds.thread]
     return [thread for thread in threads if thread is not None and thread.is_alive()]
 
 
