@@ -9,6 +9,7 @@ itself; killed between publishing the body and saying so, it leaves a chord whos
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from celery._state import get_current_task
@@ -17,7 +18,7 @@ from celery.canvas import group, maybe_signature
 from celery.exceptions import ChordError
 from celery.result import GroupResult, allow_join_result, result_from_tuple
 from celery.states import EXCEPTION_STATES, FAILURE, PROPAGATE_STATES
-from celery.utils.functional import _regen
+from celery.utils.functional import _regen, maybe_list
 from kombu.exceptions import OperationalError
 from kombu.serialization import dumps, loads, prepare_accept_content
 from kombu.utils.encoding import bytes_to_str, ensure_bytes
@@ -42,6 +43,12 @@ CLAIM = 60.0
 STUCK_AFTER = 5.0
 #: Stuck chords that are asked for at once.
 STUCK_AT_ONCE = 100
+
+
+class PartFailed(ChordError):
+    """A task of the header has failed; ``called``: error callbacks that were called for it."""
+
+    called: Sequence[Any] = ()
 
 
 class ChordMixin(_Base):
@@ -71,8 +78,18 @@ class ChordMixin(_Base):
         key, task_id = self.key_of(chord_id), self.key_of(result.id)
         self.surely(lambda: self.broker.chords.add(key, task_id))
 
-    def on_chord_part_return(self, request: Any, state: str, result: Any, **kwargs: Any) -> None:
-        """A task of a header has ended."""
+    def on_chord_part_return(
+        self, request: Any, state: str, result: Any, *, called: Sequence[Any] = (), **kwargs: Any
+    ) -> None:
+        """A task of a header has ended.
+
+        Args:
+            request: its request.
+            state: what it has come to.
+            result: its value, or its exception.
+            called: error callbacks that were called for it, and that are not to be called again for the chord.
+            kwargs: what versions of Celery add.
+        """
         task_id, group_id = request.id, request.group
         if not group_id or not task_id:
             return
@@ -82,7 +99,7 @@ class ChordMixin(_Base):
             task_id=self.key_of(task_id),
             place=-1 if place is None else int(place),
             status=state,
-            payload=ensure_bytes(self.encode(self.encode_result(result, state))),
+            payload=ensure_bytes(self.encode(_with_called(self.encode_result(result, state), called))),
             execution=lease.execution,
             token=lease.token,
             fenced=lease.held and self.is_broker,
@@ -156,6 +173,10 @@ class ChordMixin(_Base):
             raise ChordError(f"Callback error: {error!r}") from error
 
     def _fail_chord(self, key: str, body: Any, error: ChordError) -> None:
+        if isinstance(error, PartFailed):
+            body = _without_errbacks(body, error.called)
+            # What is stored is Celery's own error.
+            error = _as_chord_error(error)
         try:
             claim = self.surely(lambda: self.broker.chords.claim(key, CLAIM))
             if claim is None:
@@ -182,7 +203,9 @@ class ChordMixin(_Base):
             context.update(context.options)
             context.id, context.group = one.options.get("task_id"), one.options.get("group_id")
             if context.chord:
-                self.on_chord_part_return(context, FAILURE, error)
+                # chord.link_error links a callback to this body too, as a nested chord's: once is enough.
+                called = maybe_list(one.options.get("link_error")) or ()
+                self.on_chord_part_return(context, FAILURE, error, called=called)
 
     # -- joining -------------------------------------------------------------------------------------
 
@@ -202,11 +225,12 @@ class ChordMixin(_Base):
         return [self._shaped(one, by_id) for one in structure.results]
 
     def _value_of(self, part: ChordPart) -> Any:
-        value = self.decode(part.payload)
+        value, called = _called_with(self.decode(part.payload))
         if part.status in EXCEPTION_STATES:
             value = self.exception_to_python(value)
         if part.status in PROPAGATE_STATES:
-            error = ChordError(f"Dependency {part.task_id} raised {value!r}")
+            error = PartFailed(f"Dependency {part.task_id} raised {value!r}")
+            error.called = called
             raise error from (value if isinstance(value, Exception) else None)
         return value
 
@@ -237,3 +261,32 @@ class ChordMixin(_Base):
         given = self.app.conf.get("result_chord_expires")
         expires = self.expires if given is None else self.prepare_expires(given)
         return float(expires) if expires else None
+
+
+#: Keys of a failed part that has something to say about error callbacks.
+_ERROR, _CALLED = "taskgate_error", "taskgate_called"
+
+
+def _with_called(error: Any, called: Sequence[Any]) -> Any:
+    return {_ERROR: error, _CALLED: list(called)} if called else error
+
+
+def _called_with(value: Any) -> tuple[Any, Sequence[Any]]:
+    if isinstance(value, dict) and value.keys() == {_ERROR, _CALLED}:
+        return value[_ERROR], value[_CALLED]
+    return value, ()
+
+
+def _without_errbacks(body: Any, called: Sequence[Any]) -> Any:
+    """The body less error callbacks that were called already."""
+    if not called:
+        return body
+    body = body.clone()
+    body.options["link_error"] = [one for one in maybe_list(body.options.get("link_error")) or () if one not in called]
+    return body
+
+
+def _as_chord_error(error: PartFailed) -> ChordError:
+    plain = ChordError(*error.args)
+    plain.__cause__ = error.__cause__
+    return plain

@@ -169,6 +169,22 @@ def test_a_failing_part(lab: Lab, kind: str) -> None:
     assert runs_of(lab, result) == []
 
 
+@pytest.mark.filterwarnings("ignore:task_allow_error_cb_on_chord_header")
+def test_an_error_callback_of_nested_chords(lab: Lab) -> None:
+    """What is linked to a chord, and so to one in its header, is called once; the outer chord fails all the same."""
+    inner = chord([sig(lab, "quick", 1), sig(lab, "fails", 1)], sig(lab, "quick"), app=lab.app)
+    outer = chord([sig(lab, "quick", 2), inner], sig(lab, "body"), app=lab.app)
+    outer.link_error(sig(lab, "told"))
+    before = len(lab.journal.of("told"))
+    result = outer.apply_async()
+    with pytest.raises(ChordError):
+        result.get(timeout=LONG, follow_parents=False)
+    wait_for(lambda: len(lab.journal.of("told")) > before, LONG, "the error callback has run")
+    wait_for(lambda: not lab.rows(), LONG, "nothing is left")
+    assert len(lab.journal.of("told")) == before + 1
+    assert runs_of(lab, result) == []
+
+
 # -- size ------------------------------------------------------------------------------------------
 
 
