@@ -9,7 +9,8 @@ itself; killed between publishing the body and saying so, it leaves a chord whos
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from celery._state import get_current_task
@@ -24,7 +25,8 @@ from kombu.serialization import dumps, loads, prepare_accept_content
 from kombu.utils.encoding import bytes_to_str, ensure_bytes
 
 from kombu_taskgate.core.chords import Chord, ChordPart, ChordState
-from kombu_taskgate.core.errors import PayloadTooLarge, StoreUnavailable
+from kombu_taskgate.core.errors import PayloadTooLarge, StoreUnavailable, TaskgateError
+from kombu_taskgate.core.model import NewTask
 from kombu_taskgate.transport.capture import capturing
 from kombu_taskgate.transport.connection import tell_stored
 
@@ -49,6 +51,19 @@ class PartFailed(ChordError):
     """A task of the header has failed; ``called``: error callbacks that were called for it."""
 
     called: Sequence[Any] = ()
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """What can never be published fails the chord; what can't be now is tried again."""
+    try:
+        yield
+    except PayloadTooLarge as error:  # kombu takes it for something that may pass
+        raise ChordError(f"Callback error: {error!r}") from error
+    except (StoreUnavailable, OperationalError):
+        raise
+    except Exception as error:
+        raise ChordError(f"Callback error: {error!r}") from error
 
 
 class ChordMixin(_Base):
@@ -125,13 +140,20 @@ class ChordMixin(_Base):
             if body is None:
                 logger.error("chord %s has no body that could be published", chord.group_id)
                 continue
-            self._end_chord(chord, maybe_signature(self._load_body(body), app=self.app))
+            try:
+                signature = maybe_signature(self._load_body(body), app=self.app)
+            except Exception:
+                # Perhaps another worker can; the next chord is none of its business.
+                logger.exception("the body of chord %s can't be read here", chord.group_id)
+                continue
+            self._end_chord(chord, signature)
         return len(chords)
 
     # -- ending --------------------------------------------------------------------------------------
 
     def _end_chord(self, chord: Chord, body: Any) -> None:
         """Publish the body, or tell of the failure. Does not raise: the task that brought the last part has ended."""
+        key, claim = chord.group_id, None
         try:
             try:
                 values = self._join_chord(chord)
@@ -141,44 +163,40 @@ class ChordMixin(_Base):
                 raise
             except Exception as error:
                 raise ChordError(f"Join error: {error!r}") from error
-            self._publish_body(chord.group_id, body, values)
-        except ChordError as error:
-            logger.exception("chord %s has failed", chord.group_id)
-            self._fail_chord(chord.group_id, body, error)
-        except (StoreUnavailable, OperationalError) as error:
-            logger.warning("chord %s is complete, but can't be ended now; it is tried again: %s", chord.group_id, error)
-
-    def _publish_body(self, key: str, body: Any, values: list[Any]) -> None:
-        if not self.is_broker:
+            if self.is_broker:
+                self._store_body(key, body, values)
+                return
             claim = self.surely(lambda: self.broker.chords.claim(key, CLAIM))
             if claim is not None:
                 self._delay(body, values)
                 self.surely(lambda: self.broker.chords.end(key, ChordState.DONE, claim=claim))
-            return
+        except ChordError as error:
+            logger.exception("chord %s has failed", key)
+            self._fail_chord(key, body, error, claim)
+        except (StoreUnavailable, OperationalError) as error:
+            logger.warning("chord %s is complete, but can't be ended now; it is tried again: %s", key, error)
+
+    def _store_body(self, key: str, body: Any, values: list[Any]) -> None:
         with capturing(self.publishing) as captured:
             self._delay(body, values)
-        try:
+        with _refused():
             ended = self.surely(lambda: self.broker.chords.end(key, ChordState.DONE, tasks=captured.tasks))
-        except PayloadTooLarge as error:
-            raise ChordError(f"Callback error: {error!r}") from error
         if ended:
             tell_stored(self.publishing, captured.tasks)
 
     def _delay(self, body: Any, values: list[Any]) -> None:
-        try:
+        with _refused():
             body.delay(values)
-        except (StoreUnavailable, OperationalError):
-            raise
-        except Exception as error:
-            raise ChordError(f"Callback error: {error!r}") from error
 
-    def _fail_chord(self, key: str, body: Any, error: ChordError) -> None:
+    def _fail_chord(self, key: str, body: Any, error: ChordError, claim: int | None) -> None:
+        """Tell of the failure; ``claim``: one that is held already."""
         if isinstance(error, PartFailed):
             body = _without_errbacks(body, error.called)
             # What is stored is Celery's own error.
             error = _as_chord_error(error)
         try:
-            claim = self.surely(lambda: self.broker.chords.claim(key, CLAIM))
+            if claim is None:
+                claim = self.surely(lambda: self.broker.chords.claim(key, CLAIM))
             if claim is None:
                 return
             if not self.is_broker:
@@ -189,12 +207,35 @@ class ChordMixin(_Base):
             with capturing(self.publishing) as captured:
                 self.chord_error_from_stack(body, error)
             self._fail_around(body, error)
-            if self.surely(lambda: self.broker.chords.end(key, ChordState.FAILED, claim=claim, tasks=captured.tasks)):
-                tell_stored(self.publishing, captured.tasks)
+            self._end_failed(key, claim, captured.tasks)
         except (StoreUnavailable, OperationalError) as unavailable:
             logger.warning("chord %s has failed, and nobody can be told now; it is tried again: %s", key, unavailable)
         except Exception:
             logger.exception("chord %s has failed, and its error callbacks failed too", key)
+
+    def _end_failed(self, key: str, claim: int, tasks: list[NewTask]) -> None:
+        """End a chord and store what its error callbacks have published."""
+        chords = self.broker.chords
+        try:
+            ended = self.surely(lambda: chords.end(key, ChordState.FAILED, claim=claim, tasks=tasks))
+        except StoreUnavailable:
+            raise
+        except TaskgateError:
+            # One that is never stored must not have all of them called again and again.
+            if self.surely(lambda: chords.end(key, ChordState.FAILED, claim=claim)):
+                self._publish_singly(key, tasks)
+            return
+        if ended:
+            tell_stored(self.publishing, tasks)
+
+    def _publish_singly(self, key: str, tasks: list[NewTask]) -> None:
+        for task in tasks:
+            try:
+                self.surely(lambda task=task: self.broker.enqueue(task))
+            except TaskgateError as error:
+                logger.error("an error callback of chord %s can't be published: %s", key, error)  # noqa: TRY400  # it says all
+            else:
+                tell_stored(self.publishing, [task])
 
     def _fail_around(self, body: Any, error: ChordError) -> None:
         """A body that will not run is a part of the chord around it, whose other tasks would wait for it for ever."""

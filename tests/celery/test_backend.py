@@ -27,7 +27,7 @@ from kombu_taskgate.core.factory import open_broker
 from kombu_taskgate.core.model import Filter
 from kombu_taskgate.core.settings import BrokerSettings
 from kombu_taskgate.testing.threads import errors_of, together
-from tests.celery.results import an_app, make_app, request, succeed
+from tests.celery.results import an_app, close, make_app, request, succeed
 from tests.workers.harness import wait_for
 
 LONG = 30.0
@@ -373,6 +373,76 @@ def test_a_chord_whose_body_is_beyond_the_limit(broker_settings: BrokerSettings)
         with pytest.raises(ChordError, match="Callback error"):
             app.AsyncResult(body.id).get(timeout=LONG)
         assert app.backend.broker.chords.get("g").state is ChordState.FAILED
+
+
+def end_with(app: Celery, group_id: str, body: Any, value: Any = 1) -> None:
+    """Store the parts of a header of two, as workers would."""
+    app.backend.set_chord_size(group_id, 2)
+    for place in range(2):
+        part = request(f"{group_id} {place}", group=group_id, group_index=place)
+        part.chord = body
+        app.backend.on_chord_part_return(part, states.SUCCESS, value)
+
+
+REFUSED = {"unique_key": "taken"}, {"depends_on": ["nobody"]}
+
+
+@pytest.mark.parametrize("options", REFUSED)
+def test_a_chord_whose_body_is_refused_when_it_is_stored(app: Celery, options: dict[str, Any]) -> None:
+    """A unique key that is taken, or a parent that nobody knows, fails the body; the last part's task has nothing to do
+    with it."""
+    app.send_task("other", unique_key="taken")
+    body = app.signature("some.body", options={"task_id": new_id(), "link_error": [app.signature("told")], **options})
+    end_with(app, "g", body)
+    with pytest.raises(ChordError, match=r"Callback error: Task(Exists|NotFound)"):
+        app.AsyncResult(body.id).get(timeout=LONG)
+    assert app.backend.broker.chords.get("g").state is ChordState.FAILED
+    assert [row.type for row in app.backend.broker.list(Filter())] == ["other", "told"]
+
+
+def test_an_error_callback_that_is_refused(app: Celery) -> None:
+    """It holds up neither the end of its chord nor the other callbacks, and nothing is told twice."""
+    app.send_task("other", unique_key="taken")
+    told = [app.signature("told", options={"unique_key": "taken"}), app.signature("told too")]
+    body = app.signature("some.body", options={"task_id": new_id(), "link_error": told})
+    app.backend.set_chord_size("g", 1)
+    part = request("part", group="g", group_index=0)
+    part.chord = body
+    app.backend.on_chord_part_return(part, states.FAILURE, ValueError("no"))
+    assert app.backend.broker.chords.get("g").state is ChordState.FAILED
+    assert [row.type for row in app.backend.broker.list(Filter())] == ["other", "told too"]
+
+
+@pytest.mark.parametrize("options", [*REFUSED, {"serializer": "none such"}, {}])
+def test_a_body_that_another_broker_refuses(tmp_path: Any, options: dict[str, Any]) -> None:
+    """Where results are not in the broker's tables, what can't be published fails the chord too; it is not stuck."""
+    app = Celery("results", set_as_current=False)
+    app.conf.update(
+        broker_url=f"taskgate+sqlite:///{tmp_path}/broker.db",
+        result_backend=f"taskgate+sqlite:///{tmp_path}/results.db",
+        broker_transport_options={"max_payload": 30_000},
+    )
+    try:
+        app.send_task("other", unique_key="taken")
+        body = app.signature("some.body", options={"task_id": new_id(), **options})
+        end_with(app, "g", body, 1 if options else "x" * 20_000)
+        with pytest.raises(ChordError, match="Callback error"):
+            app.AsyncResult(body.id).get(timeout=LONG)
+        assert app.backend.broker.chords.get("g").state is ChordState.FAILED
+    finally:
+        close(app)
+
+
+def test_a_stuck_chord_that_can_not_be_read_holds_up_no_other(app: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The body of one may be of a kind that this worker does not accept."""
+    monkeypatch.setattr("celery_ext.chords.STUCK_AFTER", -1.0)
+    chords = app.backend.broker.chords
+    for name, body in (("g", b"application/none-such\nutf-8\n{}"), ("h", app.backend._dump_body(app.signature("b")))):
+        chords.begin(name, header=None, body=body, expires_in=None)
+        chords.set_size(name, 1)
+        chords.put(name, ChordPart(f"part of {name}", 0, states.SUCCESS, app.backend.encode(7).encode(), 1, 1))
+    assert app.backend.tend() == 2
+    assert [chords.get(name).state for name in "gh"] == [ChordState.OPEN, ChordState.DONE]
 
 
 @pytest.mark.parametrize("options", [{}, {"pool_size": 3}])
