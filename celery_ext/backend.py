@@ -262,10 +262,18 @@ class TaskgateBackend(ChordMixin, AsyncBackendMixin, Backend):
                 raise
 
     def iter_native(self, result: Any, no_ack: bool = True, **kwargs: Any) -> Iterator[Any]:
-        """Yield (id, meta) of a set's results as they come."""
-        # Celery's raises an error inside its generator for an empty set.
-        if result.results:
-            yield from super().iter_native(result, no_ack=no_ack, **kwargs)
+        """Yield (id, meta) of a set's results as they come, and (id, results) of sets in it at once.
+
+        Celery's has one place per task for what arrives, so that of two threads that join the same group one gets all.
+        """
+        self._ensure_not_eager()
+        left = list(result.results)
+        if not left:
+            return
+        for _ in self._wait_for_pending(result, no_ack=no_ack, **kwargs):
+            here, left = _come(left)
+            yield from here
+        yield from _come(left)[0]
 
     def wait_for_pending(self, result: Any, callback: Any = None, propagate: bool = True, **kwargs: Any) -> Any:
         """Wait for a result; one that has not come in time is not remembered for ever."""
@@ -352,6 +360,19 @@ class TaskgateBackend(ChordMixin, AsyncBackendMixin, Backend):
 
     def _delete_group(self, group_id: str) -> None:
         self.surely(lambda: self.broker.results.delete_group(self.key_of(group_id)))
+
+
+def _come(nodes: list[Any]) -> tuple[list[tuple[str, Any]], list[Any]]:
+    """Those of a set's results that are there, as (id, meta), and the others."""
+    here, left = [], []
+    for node in nodes:
+        if isinstance(node, ResultSet):
+            here.append((node.id, node.results))
+        elif getattr(node, "_cache", None):
+            here.append((node.id, node._cache))
+        else:
+            left.append(node)
+    return here, left
 
 
 def finality_of(state: str) -> Finality:

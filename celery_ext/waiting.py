@@ -109,6 +109,11 @@ class ResultConsumer(BaseResultConsumer):
         self._idle_since = 0.0
         self._timer: threading.Timer | None = None
         self._listeners: list[_Listener] = []
+        #: Task id -> the result objects that somebody waits for now. Celery knows one of them, before 5.7, and forgets
+        #: it when any other result object of the same task goes.
+        self._waited: dict[str, list[Any]] = {}
+        #: Task ids that Celery has no interest in any more, but of which somebody waits for a result.
+        self._leaving: set[str] = set()
 
     def after_fork(self) -> None:
         """In the child: those who wait are threads of the parent."""
@@ -139,6 +144,12 @@ class ResultConsumer(BaseResultConsumer):
     def cancel_for(self, task_id: str) -> None:
         """Nobody is any more. Called when a result object is destroyed, so in the middle of anything: no lock."""
         key = self.backend.key_of(task_id)
+        if key in self._waited:
+            self._leaving.add(key)
+        else:
+            self._drop(key)
+
+    def _drop(self, key: str) -> None:
         self._watched.pop(key, None)
         self._new.discard(key)
         self._broken.pop(key, None)
@@ -155,17 +166,39 @@ class ResultConsumer(BaseResultConsumer):
         on_message: Any = None,
         **kwargs: Any,
     ) -> Iterator[None]:
-        ids = {self.backend.key_of(one.id) for one in _leaves(result)}
-        self._watch_again(result)
-        with self._listening(ids, on_message) as listener:
+        leaves = [(self.backend.key_of(one.id), one) for one in _leaves(result)]
+        ids = {key for key, _ in leaves}
+        with self._waited_for(leaves), self._listening(ids, on_message) as listener:
+            self._watch_again(leaves)
             yield from self.until(result.on_ready, timeout=timeout, on_interval=on_interval, ids=ids, listener=listener)
 
-    def _watch_again(self, result: Any) -> None:
+    @contextmanager
+    def _waited_for(self, leaves: list[tuple[str, Any]]) -> Iterator[None]:
+        """Deliver to these result objects while the block runs, whatever becomes of others of the same tasks."""
+        with self._changed:
+            for key, one in leaves:
+                self._waited.setdefault(key, []).append(one)
+        try:
+            yield
+        finally:
+            with self._changed:
+                for key, one in leaves:
+                    # Not by their equality: all results of a task are equal.
+                    others = [other for other in self._waited.get(key, ()) if other is not one]
+                    if others:
+                        self._waited[key] = others
+                        continue
+                    self._waited.pop(key, None)
+                    if key in self._leaving:
+                        self._leaving.discard(key)
+                        self._drop(key)
+
+    def _watch_again(self, leaves: list[tuple[str, Any]]) -> None:
         """What Celery takes to be watched may not be: after a fork, or when its result could not be read."""
-        for one in _leaves(result):
+        for key, one in leaves:
             if one._cache is None:
-                if self.backend.key_of(one.id) in self._broken:
-                    self.cancel_for(one.id)
+                if key in self._broken:
+                    self._drop(key)
                 self.consume_from(one.id)
 
     # -- waiting -------------------------------------------------------------------------------------
@@ -219,8 +252,9 @@ class ResultConsumer(BaseResultConsumer):
         if ready.ready:
             return True
         for id in ids if self._broken else ():
-            if id in self._broken:
-                raise self._broken[id]
+            error = self._broken.get(id)
+            if error is not None:
+                raise error
         return False
 
     def _last_look(self, ids: Collection[str]) -> None:
@@ -415,8 +449,20 @@ class ResultConsumer(BaseResultConsumer):
             # A callback of then(): whoever looks has nothing to do with it.
             logger.exception("a callback for the result of task %s failed", task_id)
         if result.finality is not Finality.OPEN:
-            self._watched.pop(task_id, None)
+            self._deliver_last(task_id, meta)
         return True
+
+    def _deliver_last(self, key: str, meta: Any) -> None:
+        with self._changed:
+            # Together: who begins to wait from now on has it looked for anew.
+            waited = list(self._waited.get(key, ()))
+            self._watched.pop(key, None)
+        for one in waited:
+            if one._cache is None:
+                try:
+                    one._maybe_set_cache(meta)
+                except Exception:
+                    logger.exception("a callback for the result of task %s failed", key)
 
 
 def _leaves(result: Any) -> Iterator[Any]:

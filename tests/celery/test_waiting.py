@@ -175,6 +175,74 @@ def test_results_that_were_there_before(app: Celery, other: Celery) -> None:
     assert app.AsyncResult(id).get(timeout=LONG) == 7
 
 
+@pytest.mark.parametrize("leave", ["ask", "time out", "forget"])
+def test_other_results_of_the_same_task_come_and_go(app: Celery, other: Celery, leave: str) -> None:
+    """Whoever waits gets the result, whatever becomes of other objects for the same task (celery#4925)."""
+    task_id = new_id()
+    waiting_here = [Getting(app, task_id) for _ in range(2)]
+    wait_for(lambda: app.backend.result_consumer._waiters == 2, LONG, "both wait")
+    if leave == "ask":
+        assert app.AsyncResult(task_id).state == states.PENDING
+    elif leave == "time out":
+        with pytest.raises(CeleryTimeoutError):
+            app.AsyncResult(task_id).get(timeout=0.05)
+    else:
+        app.AsyncResult(task_id).forget()
+    gc.collect()
+    succeed(other, task_id, "here")
+    for one in waiting_here:
+        one.join(LONG)
+        assert one.value == "here", one.error
+    consumer = app.backend.result_consumer
+    assert not consumer._waited
+    assert not consumer._leaving
+    assert not consumer._watched
+
+
+def test_threads_that_join_the_same_group(app: Celery, other: Celery) -> None:
+    """Each gets all values; results of one task are equal, and must not take each other's place."""
+    ids = [new_id() for _ in range(4)]
+    consumer = app.backend.result_consumer
+
+    def join(number: int) -> Any:
+        if not number:
+            wait_for(lambda: consumer._waiters == 3, LONG, "the others wait")
+            for place, task_id in enumerate(ids):
+                succeed(other, task_id, place)
+        return GroupResult(new_id(), [app.AsyncResult(id) for id in ids], app=app).get(timeout=LONG)
+
+    values: list[Any] = []
+    errors: list[Exception] = []
+    lock = threading.Lock()
+
+    def run(number: int) -> None:
+        try:
+            value = join(number)
+        except Exception as error:
+            errors.append(error)
+            return
+        with lock:
+            values.append(value)
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG)
+    assert not errors
+    assert values == [[0, 1, 2, 3]] * 4
+
+
+def test_a_group_in_a_group_is_joined(app: Celery, other: Celery) -> None:
+    """Its values come as a list, in its place."""
+    inner = GroupResult(new_id(), [app.AsyncResult(new_id()) for _ in range(2)], app=app)
+    single = app.AsyncResult(new_id())
+    outer = GroupResult(new_id(), [inner, single], app=app)
+    for value, one in enumerate((*inner.results, single)):
+        succeed(other, one.id, value)
+    assert outer.get(timeout=LONG) == [[0, 1], 2]
+
+
 def test_timeouts_of_many_threads(app: Celery) -> None:
     """Each ends by itself, and nothing of it is remembered."""
     ids = [new_id() for _ in range(20)]
