@@ -123,12 +123,34 @@ def _answer_dead(subject: Subject, task: Task, state: str | None, result: Any, l
             # Celery stores that for a task whose code a worker does not know, and tells neither chords nor errbacks.
             error = result
         elif not (state == states.FAILURE and kind == DeadLettered.__name__ and claimed_before(task)):
+            _tell_the_rest(subject, state)
             return
     subject.backend.mark_as_failure(
         subject.task_id, error, request=subject.request, store_result=subject.stores, call_errbacks=True
     )
     if subject.task is not None:
         _send_failure(subject, error)
+
+
+def _tell_the_rest(subject: Subject, state: str | None) -> None:
+    """Who stored the result may have died before it told the task's chord, and the rest of its chain if it failed.
+
+    Other result backends count the parts of a chord, so that they must not be told twice.
+    """
+    from celery import states
+
+    from .chords import ChordMixin
+
+    backend, request = subject.backend, subject.request
+    if not isinstance(backend, ChordMixin) or not (request.chord or request.chain):
+        return
+    result = backend.get_result(subject.task_id)
+    if state in states.PROPAGATE_STATES:
+        backend.mark_as_failure(
+            subject.task_id, result, request=request, store_result=subject.stores, call_errbacks=False, state=state
+        )
+    elif request.chord:
+        backend.on_chord_part_return(request, str(state), result)
 
 
 def _send_failure(subject: Subject, error: BaseException) -> None:
@@ -163,6 +185,7 @@ def _answer_canceled(subject: Subject, task: Task, state: str | None, why_cancel
 
     if state in states.READY_STATES and not (state == states.REVOKED and claimed_before(task)):
         # The error handler of a chord tells the callers of its body first, and revokes it then.
+        _tell_the_rest(subject, state)
         return
     expired = task.reason == Reason.EXPIRED
     reason = why_canceled() if task.reason == Reason.CANCELED else "expired" if expired else "a task before it failed"

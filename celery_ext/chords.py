@@ -136,18 +136,22 @@ class ChordMixin(_Base):
         chords = self.broker.chords.stuck(STUCK_AFTER, STUCK_AT_ONCE, since=since)
         for chord in chords:
             logger.warning("chord %s is complete and its body was not published: doing it now", chord.group_id)
-            body = self.broker.chords.contents(chord.group_id)[1]
-            if body is None:
-                logger.error("chord %s has no body that could be published", chord.group_id)
-                continue
-            try:
-                signature = maybe_signature(self._load_body(body), app=self.app)
-            except Exception:
-                # Perhaps another worker can; the next chord is none of its business.
-                logger.exception("the body of chord %s can't be read here", chord.group_id)
+            # Perhaps another worker can read it; the next chord is none of its business.
+            signature = self.body_of_chord(chord.group_id)
+            if signature is None:
+                logger.error("chord %s has no body that could be published here", chord.group_id)
                 continue
             self._end_chord(chord, signature)
         return len(chords)
+
+    def body_of_chord(self, group_id: str) -> Any | None:
+        """The body of a chord as it was noted; ``None``: there is no such chord, or its body can't be read here."""
+        body = self.broker.chords.contents(self.key_of(group_id))[1]
+        try:
+            return None if body is None else maybe_signature(self._load_body(body), app=self.app)
+        except Exception:
+            logger.exception("the body of chord %s can't be read here", group_id)
+            return None
 
     # -- ending --------------------------------------------------------------------------------------
 

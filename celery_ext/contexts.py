@@ -35,11 +35,24 @@ class Subject:
 
 
 def subject_of(app: Any, message: Envelope) -> Subject:
-    """What is known of the task of a message; a body that can't be read leaves out callbacks and chords."""
+    """What is known of the task of a message.
+
+    A body that can't be read leaves out callbacks and the rest of a chain; a chord only where the result backend is
+    another than this one, which keeps what its chords end in.
+
+    Raises:
+        StoreUnavailable: such a chord can't be looked up now.
+    """
     task_id, name = str(message.headers.get("id")), str(message.headers.get("task"))
     task = app.tasks.get(name)
-    request = _request(app, message)
+    payload = _payload(app, message)
+    request = _request(message, payload or ((), {}, {}))
     backend = app.backend if task is None else task.backend
+    if payload is None and request.group:
+        # Imported late: a process that only publishes needs no result backend.
+        from .chords import ChordMixin
+
+        request.chord = backend.body_of_chord(request.group) if isinstance(backend, ChordMixin) else None
     return Subject(task_id, name, task, backend, request, _stores(app, task, request))
 
 
@@ -52,11 +65,11 @@ def _stores(app: Any, task: Any | None, request: Any) -> bool:
     return bool(not ignored or even_if)
 
 
-def _request(app: Any, message: Envelope) -> Any:
+def _request(message: Envelope, payload: tuple[Any, Any, dict[str, Any]]) -> Any:
     from celery.app.task import Context
 
     properties = message.properties
-    args, kwargs, embed = _payload(app, message)
+    args, kwargs, embed = payload
     return Context(
         {
             **message.headers,
@@ -76,10 +89,11 @@ def _request(app: Any, message: Envelope) -> Any:
     )
 
 
-def _payload(app: Any, message: Envelope) -> tuple[Any, Any, dict[str, Any]]:
+def _payload(app: Any, message: Envelope) -> tuple[Any, Any, dict[str, Any]] | None:
+    """Arguments, and what goes with them; ``None``: they can't be read."""
     try:
         args, kwargs, embed = body_of(app, message)
         return args, kwargs, dict(embed or {})
     except Exception as error:  # noqa: BLE001  # a serializer may raise anything
         logger.warning("the body of task %s can't be read: %s", message.headers.get("id"), error)
-        return (), {}, {}
+        return None

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from celery import Celery, states
+from celery import Celery, chord, states
 from celery.app.defaults import NAMESPACES
 from celery.backends.base import Backend
 from celery.exceptions import ChordError, ImproperlyConfigured, TaskRevokedError
@@ -19,14 +19,17 @@ from celery.exceptions import TimeoutError as CeleryTimeoutError
 from celery.result import GroupResult
 from kombu.serialization import register, unregister
 
+from celery_ext.answers import answer
 from celery_ext.backend import TaskgateBackend
+from celery_ext.contexts import subject_of
 from celery_ext.result_settings import same_tables
 from kombu_taskgate.core.chords import ChordPart, ChordState
 from kombu_taskgate.core.errors import PayloadTooLarge
 from kombu_taskgate.core.factory import open_broker
-from kombu_taskgate.core.model import Filter
+from kombu_taskgate.core.model import FailKind, Filter, Reason
 from kombu_taskgate.core.settings import BrokerSettings
 from kombu_taskgate.testing.threads import errors_of, together
+from kombu_taskgate.transport.codec import decode
 from tests.celery.results import an_app, close, make_app, request, succeed
 from tests.workers.harness import wait_for
 
@@ -398,6 +401,68 @@ def test_a_chord_whose_body_is_refused_when_it_is_stored(app: Celery, options: d
         app.AsyncResult(body.id).get(timeout=LONG)
     assert app.backend.broker.chords.get("g").state is ChordState.FAILED
     assert [row.type for row in app.backend.broker.list(Filter())] == ["other", "told"]
+
+
+def header_of_two(app: Celery, **options: Any) -> tuple[Any, list[Any]]:
+    """Publish a chord, and claim the tasks of its header as a worker would."""
+    header = [app.signature("some.part", args=[place], options=options) for place in range(2)]
+    result = chord(header, app=app)(app.signature("some.body", options={"link_error": [app.signature("told")]}))
+    claims = app.backend.broker.dequeue(["celery"], 2, 5.0)
+    return result, sorted(claims, key=lambda claim: claim.id)
+
+
+def finish(app: Celery, claim: Any, value: Any) -> None:
+    made = subject_of(app, decode(claim.payload)).request
+    made.taskgate_lease = [claim.id, claim.token]
+    app.backend.mark_as_done(claim.task_id, value, request=made)
+    app.backend.broker.ack(claim)
+
+
+def answer_all(app: Celery) -> None:
+    tasks = app.backend.broker.claim_answers(10)
+    assert tasks
+    for task in tasks:
+        answer(app, task, lambda: "canceled")
+
+
+@pytest.mark.parametrize("state", [states.SUCCESS, states.FAILURE])
+@pytest.mark.parametrize("end", ["lost", "canceled"])
+def test_a_part_whose_worker_died_after_it_had_stored_the_result(app: Celery, state: str, end: str) -> None:
+    """Whoever answers for the task leaves its part, with the result that is stored."""
+    result, (one, last) = header_of_two(app)
+    finish(app, one, "first")
+    broker = app.backend.broker
+    lease = request(last.task_id, last.id, last.token)
+    app.backend.store_result(
+        last.task_id, "last" if state == states.SUCCESS else ValueError("no"), state, request=lease
+    )
+    if end == "lost":
+        broker.begin_many([last])
+        broker.fail(last, FailKind.LOST)
+    else:
+        broker.requeue(last)
+        broker.cancel(last.id)
+    answer_all(app)
+    assert app.AsyncResult(last.task_id).state == state
+    if state == states.SUCCESS:
+        (body,) = [row for row in broker.list(Filter()) if row.type == "some.body"]
+        assert subject_of(app, decode(body.payload)).request.args == [["first", "last"]]
+    else:
+        with pytest.raises(ChordError, match="no"):
+            app.AsyncResult(result.id).get(timeout=LONG)
+
+
+def test_a_part_whose_message_can_not_be_read(app: Celery, caplog: pytest.LogCaptureFixture) -> None:
+    """Its chord is known by what is noted of it: the body fails, and its error callbacks are called."""
+    result, (one, last) = header_of_two(app, serializer="pickle")  # which the app does not accept
+    app.conf.accept_content = ["json", "pickle"]
+    finish(app, one, "first")
+    app.conf.accept_content = ["json"]
+    app.backend.broker.fail(last, FailKind.SKIP, reason=Reason.UNDECODABLE)
+    answer_all(app)
+    with pytest.raises(ChordError, match="DeadLettered"):
+        app.AsyncResult(result.id).get(timeout=LONG)
+    assert "told" in [row.type for row in app.backend.broker.list(Filter())]
 
 
 def test_an_error_callback_that_is_refused(app: Celery) -> None:
