@@ -35,7 +35,9 @@ def finish(
     """Make rows (id, queue, state, linked, type) final and tell their children."""
     _end(work, rows, state, reason, detail=detail, result=result, answer=answer)
     work.changed(rows, state)
-    tell_children(work, [row.id for row in rows if row.linked], completed=state is State.COMPLETED)
+    linked = [row.id for row in rows if row.linked]
+    leave(work, linked)
+    tell_children(work, linked, completed=state is State.COMPLETED)
 
 
 def _end(
@@ -60,10 +62,7 @@ def _end(
             p_result=result,
             p_answer_in=answer.value,
         )
-    work.changed(rows, state)
-    linked = [row.id for row in rows if row.linked]
-    leave(work, linked)
-    tell_children(work, linked, completed=state is State.COMPLETED)
+    work.to_answer |= answer is Answer.DUE and any(row.type for row in rows)
 
 
 def leave(work: Work, linked: Sequence[int]) -> None:
