@@ -626,7 +626,7 @@ class MemoryBroker:
         row.lease_lost += 1
         if row.begun:
             said = WAS_BEGUN if detail is None else f"{detail}: {WAS_BEGUN}"
-            self._end(row, State.FAILED, changes, reason or Reason.LOST, said)
+            self._end(row, State.FAILED, changes, reason or Reason.LOST, said, answer=None if told else 0)
         elif row.lease_lost >= self.settings.lease_lost_max:
             usual = f"{row.lease_lost} workers lost their lease on it"
             why = reason or Reason.LEASE_LOST

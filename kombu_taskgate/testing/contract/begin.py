@@ -90,6 +90,16 @@ class BeginCases(Cases):
         assert (task.detail or "").startswith("killed: ") == (way == "lost")
         assert broker.dequeue([QUEUE]) == []
 
+    @pytest.mark.parametrize("told", [False, True])
+    @pytest.mark.parametrize("kind", [FailKind.LOST, FailKind.SKIP])
+    def test_answer_for_what_had_begun(self, broker: Broker, kind: FailKind, told: bool) -> None:
+        """Whoever says that it is over also says whether its caller knows."""
+        id = put(broker, type="t")
+        claim = take(broker)
+        broker.begin_many([claim])
+        assert broker.fail(claim, kind, told=told) is State.FAILED
+        assert (broker.get(id).answer_at is None) is told
+
     def test_session_closed_after_it_began(self, broker: Broker) -> None:
         """A holder that says goodbye without its end leaves a dead letter."""
         session = broker.open_session("w", 10)
