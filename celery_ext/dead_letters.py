@@ -15,7 +15,7 @@ from typing import Any
 
 from kombu_taskgate.core.broker import Broker
 from kombu_taskgate.core.errors import TaskgateError
-from kombu_taskgate.core.model import ANSWER_WITHIN, Task
+from kombu_taskgate.core.model import ANSWER_WITHIN, FINAL, Filter, State, Task
 from kombu_taskgate.transport.codec import decode
 from kombu_taskgate.transport.errors import Undecodable
 from kombu_taskgate.transport.revocations import revocable_by
@@ -32,6 +32,7 @@ OTHERS_AFTER = 30.0
 ENOUGH = 0.5
 #: How often one worker tries an answer that fails although its result backend can be asked.
 TRIES = 5
+_GOES_ON = [state for state in State if state not in FINAL]
 
 
 class DeadLetterAnswers:
@@ -74,6 +75,9 @@ class DeadLetterAnswers:
     def _answer(self, task: Task, away: set[int]) -> bool:
         """Answer for one; returns whether that is settled. ``away``: result backends that can't be asked now."""
         try:
+            if self._goes_on(task):
+                logger.info("task %s[%s] goes on after execution %d", task.type, task.task_id, task.id)
+                return True
             answer(
                 self._app,
                 task,
@@ -103,6 +107,13 @@ class DeadLetterAnswers:
             return tries >= TRIES
         logger.info("answered for task %s[%s] (execution %d): %s", task.type, task.task_id, task.id, task.reason)
         return True
+
+    def _goes_on(self, task: Task) -> bool:
+        """Whether a later execution goes on for it (a retry, what replaces it, a replay): then that will tell."""
+        if task.task_id is None:
+            return False
+        rows = self._broker.list(Filter(task_id=task.task_id, states=_GOES_ON))
+        return any(row.id > task.id and row.type for row in rows)
 
     def _tell_outage(self, out: bool) -> None:
         if self._out and not out:
