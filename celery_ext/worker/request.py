@@ -91,13 +91,13 @@ class TaskgateRequest(_Base):
         self._throttled = error if isinstance(error, Throttled) else None
         # What is rejected for good in there has been told by Celery, or will be in a moment.
         self._told = not isinstance(error, Reject) or VERSION >= REJECT_IS_TOLD
-        with self._ending(), self._losing(error, isinstance(error, TimeLimitExceeded)):
+        with self._ending(failed=True), self._losing(error, isinstance(error, TimeLimitExceeded)):
             return super().on_failure(exc_info, *args, **kwargs)
 
     def on_timeout(self, soft: bool, timeout: float) -> Any:
         """Celery calls it when a time limit has passed; the process is killed when it was the hard one."""
         # What follows on a soft limit is the task's own matter.
-        ending = nullcontext() if soft else self._ending()
+        ending = nullcontext() if soft else self._ending(failed=True)
         with ending, self._losing(None if soft else TimeLimitExceeded(timeout), not soft):
             return super().on_timeout(soft, timeout)
 
@@ -128,10 +128,18 @@ class TaskgateRequest(_Base):
             cls.on_success = _and_end(vars(cls)["on_success"])  # type: ignore[method-assign]  # that is the purpose
 
     @contextmanager
-    def _ending(self) -> Iterator[None]:
-        """When this is over, the run is; a message that was acknowledged when it began has served."""
+    def _ending(self, *, failed: bool = False) -> Iterator[None]:
+        """When this is over, the run is; a message that was acknowledged when it began has served.
+
+        Not if what raises here was to tell that the run has failed: then somebody has to answer for it.
+        """
         try:
             yield
+        except BaseException as error:
+            if failed and self._kept:
+                self._kept = False
+                self.message.interrupted(f"its failure could not be told: {error!r}")
+            raise
         finally:
             self._end()
 
@@ -176,13 +184,16 @@ class TaskgateRequest(_Base):
         """Put the message back for later; also one that was acknowledged when it began: its row is still there."""
         if self.acknowledged and not self._kept:
             return
-        self._kept = False
-        self.message.throttle(error.retry_after, str(error))
-        self.acknowledged = True
+        try:
+            if self.task.track_started and self.store_errors:
+                # The result says STARTED, which will not be true any more. Of an execution that waits already a run has
+                # nothing to say.
+                self.task.backend.mark_as_retry(self.id, error, request=self._context)
+        finally:
+            self._kept = False
+            self.message.throttle(error.retry_after, str(error))
+            self.acknowledged = True
         self.send_event("task-rejected", requeue=True)
-        if self.task.track_started and self.store_errors:
-            # The result says STARTED, which is not true any more.
-            self.task.backend.mark_as_retry(self.id, error, request=self._context)
 
     # -- what a pool can't do ------------------------------------------------------------------------
 

@@ -106,6 +106,25 @@ def test_what_callers_see_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [type(error) for _, error in stored] == [Throttled]
 
 
+@pytest.mark.parametrize("late", [True, False])
+def test_callers_are_told_while_its_lease_is_held(monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
+    """Of an execution that waits nobody has a lease, and the result backend would refuse what is said of it."""
+    seen: list[State] = []
+
+    def fails(*_: Any, **__: Any) -> None:
+        seen.append(row(bench).state)
+        raise OSError("no result backend")
+
+    bench = Bench(acks_late=late, ignore_result=False, track_started=True)
+    bench.request.on_accepted(1, 0.0)
+    monkeypatch.setattr(bench.task.backend, "mark_as_retry", fails)
+    with pytest.raises(OSError, match="no result backend"):
+        bench.fails_with(Throttled(30))
+    assert seen == [State.RUNNING]
+    assert row(bench).state is State.RETRYING
+    bench.close()
+
+
 # -- workers ---------------------------------------------------------------------------------------
 
 

@@ -242,3 +242,27 @@ def test_revoke_before_the_run_begins_is_settled_when_it_does() -> None:
     assert ended == [7]
     assert bench.row() is None
     bench.close()
+
+
+@pytest.mark.parametrize("way", ["process", "limit", "memory"])
+def test_a_failure_that_can_not_be_told_is_answered_for(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Acknowledged when it began, and the result backend is away when it dies: a dead letter, to be told of."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError("no result backend")
+
+    bench = Bench(acks_late=False)
+    bench.request.on_accepted(1, 0.0)
+    monkeypatch.setattr(bench.task.backend, "mark_as_failure", fails)
+    dies = {
+        "process": lambda: bench.fails_with(WorkerLostError("signal 9")),
+        "limit": lambda: bench.request.on_timeout(False, 1),
+        "memory": lambda: bench.fails_with(MemoryError()),
+    }
+    with pytest.raises((OSError, MemoryError)):
+        dies[way]()
+    row = bench.row()
+    assert row is not None
+    assert (row.state, row.reason, row.answer_at is None) == (State.FAILED, "lost", False)
+    assert "could not be told" in (row.detail or "")
+    bench.close()
