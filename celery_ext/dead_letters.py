@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from kombu_taskgate.core.broker import Broker
-from kombu_taskgate.core.errors import TaskgateError
+from kombu_taskgate.core.errors import PayloadTooLarge, StoreUnavailable, TaskExists, TaskNotFound
 from kombu_taskgate.core.model import ANSWER_WITHIN, FINAL, Filter, State, Task
 from kombu_taskgate.transport.codec import decode
 from kombu_taskgate.transport.errors import Undecodable
@@ -32,6 +32,9 @@ OTHERS_AFTER = 30.0
 ENOUGH = 0.5
 #: How often one worker tries an answer that fails although its result backend can be asked.
 TRIES = 5
+#: Why the broker does not take the message of an errback, however often it is asked: its unique key is taken, it
+#: depends on a task that never was, or it is too large.
+_REFUSED = (PayloadTooLarge, TaskExists, TaskNotFound)
 _GOES_ON = [state for state in State if state not in FINAL]
 
 
@@ -90,9 +93,13 @@ class DeadLetterAnswers:
                 logger.warning("a result backend can't be reached to answer for tasks that ended: %s", error.__cause__)
             away.add(id(error.backend))
             return False
-        except TaskgateError as error:
+        except StoreUnavailable as error:
             logger.warning("can't answer for task %s[%s] now: %s", task.type, task.task_id, error)
             return False
+        except _REFUSED as error:
+            # It will be refused again, and each try calls the other errbacks once more.
+            logger.error("task %s[%s] is answered for in part: %s", task.type, task.task_id, error)  # noqa: TRY400  # the message says it all
+            return True
         except Exception:
             tries = self._tries[task.id] = self._tries.get(task.id, 0) + 1
             logger.exception(

@@ -95,3 +95,24 @@ def test_a_result_without_its_part_of_a_chord(app: Celery, broker: Broker, faile
         assert "no" in str(ended.result)
     else:
         assert len(broker.list(Filter(states=[State.PENDING]))) == 1, "the body"
+
+
+def test_an_errback_that_the_broker_refuses(app: Celery, broker: Broker) -> None:
+    """Its unique key is taken: that is given up at once, and what is called in place is called once."""
+    calls: list[str] = []
+
+    def in_place(request: Any, error: BaseException, traceback: Any) -> None:
+        calls.append(request.id)
+
+    def published(task_id: str) -> None:
+        """Nobody runs it here."""
+
+    app.task(name="in_place", shared=False)(in_place)
+    app.task(name="published", shared=False)(published)
+    signature = app.signature("work").on_error(app.signature("in_place"))
+    result = signature.on_error(app.signature("published").set(unique_key="k")).apply_async()
+    claim = take(broker)
+    app.tasks["work"].apply_async(unique_key="k")
+    die(broker, claim)
+    answer(app, broker)
+    assert (result.state, calls) == (states.FAILURE, [result.id])
