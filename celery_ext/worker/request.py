@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import TYPE_CHECKING, Any
 
 from billiard.einfo import ExceptionWithTraceback
@@ -58,6 +58,9 @@ class TaskgateRequest(_Base):
     #: A run has failed, and Celery tells its caller, before or after it settles the message.
     _told = False
     _timed_out = False
+    #: Celery is about to tell that its process died, and what settles the message before it has.
+    _tells = False
+    _held: Callable[[], None] | None = None
     #: The pool has been asked to run it.
     _handed = False
     #: It has begun to run.
@@ -91,7 +94,11 @@ class TaskgateRequest(_Base):
         self._throttled = error if isinstance(error, Throttled) else None
         # What is rejected for good in there has been told by Celery, or will be in a moment.
         self._told = not isinstance(error, Reject) or VERSION >= REJECT_IS_TOLD
-        with self._ending(failed=True), self._losing(error, isinstance(error, TimeLimitExceeded)):
+        with (
+            self._ending(failed=True),
+            self._losing(error, isinstance(error, TimeLimitExceeded)),
+            self._telling_first(error),
+        ):
             return super().on_failure(exc_info, *args, **kwargs)
 
     def on_timeout(self, soft: bool, timeout: float) -> Any:
@@ -100,6 +107,31 @@ class TaskgateRequest(_Base):
         ending = nullcontext() if soft else self._ending(failed=True)
         with ending, self._losing(None if soft else TimeLimitExceeded(timeout), not soft):
             return super().on_timeout(soft, timeout)
+
+    @contextmanager
+    def _telling_first(self, error: Any) -> Iterator[None]:
+        """Celery settles a message whose process died before it tells of that; should it fail to, nobody would know."""
+        self._tells = isinstance(error, _DEATHS) and isinstance(self.message, Message)
+        try:
+            yield
+        except BaseException:
+            if self._held is not None:
+                self._told = False
+                self._held = partial(self.reject, requeue=False)
+            raise
+        finally:
+            self._tells = False
+            held, self._held = self._held, None
+            if held is not None:
+                self.acknowledged = False
+                held()
+
+    def _hold(self, settle: Callable[[], None]) -> bool:
+        """Whether this settlement waits until Celery has told."""
+        if not self._tells or self.acknowledged:
+            return False
+        self._held, self.acknowledged = settle, True
+        return True
 
     @contextmanager
     def _losing(self, error: Any, timed_out: bool) -> Iterator[None]:
@@ -161,7 +193,7 @@ class TaskgateRequest(_Base):
         elif self._accepting and not self.acknowledged and isinstance(self.message, Message):
             self.message.begin()
             self.acknowledged = self._kept = True
-        else:
+        elif not self._hold(super().acknowledge):
             super().acknowledge()
 
     def reject(self, requeue: bool = False) -> None:
@@ -173,6 +205,8 @@ class TaskgateRequest(_Base):
         self._end()
         # Celery 5.4 rejects for good here what newer versions put back.
         requeue = requeue or self._timed_out
+        if not requeue and self._hold(partial(self.reject, requeue=False)):
+            return
         if isinstance(self.message, Message):
             if requeue and self._loss is not None:
                 self.message.lost = self._loss

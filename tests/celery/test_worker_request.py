@@ -266,3 +266,37 @@ def test_a_failure_that_can_not_be_told_is_answered_for(monkeypatch: pytest.Monk
     assert (row.state, row.reason, row.answer_at is None) == (State.FAILED, "lost", False)
     assert "could not be told" in (row.detail or "")
     bench.close()
+
+
+@pytest.mark.parametrize("acks_on_failure", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_lost_run_is_settled_once_it_is_told(
+    monkeypatch: pytest.MonkeyPatch, acks_on_failure: bool, fails: bool
+) -> None:
+    """Not before, as Celery does it: where the result backend is away a dead letter is left, to be told of."""
+    seen: list[tuple[State, bool]] = []
+
+    def tells(*_: Any, **__: Any) -> None:
+        row = bench.row()
+        assert row is not None
+        seen.append((row.state, bench.request.acknowledged))
+        if fails:
+            raise OSError("no result backend")
+
+    bench = Bench(reject_on_worker_lost=False)
+    bench.task.acks_on_failure_or_timeout = bench.task.acks_on_failure = acks_on_failure
+    monkeypatch.setattr(bench.task.backend, "mark_as_failure", tells)
+    if fails:
+        with pytest.raises(OSError, match="no result backend"):
+            bench.fails_with(WorkerLostError("signal 9"))
+    else:
+        bench.fails_with(WorkerLostError("signal 9"))
+    assert seen == [(State.RUNNING, True)]
+    row = bench.row()
+    if fails or not acks_on_failure:
+        assert row is not None
+        assert (row.state, row.reason, row.answer_at is not None) == (State.FAILED, "rejected", fails)
+    else:
+        assert row is None
+    bench.request.acknowledge()
+    bench.close()
