@@ -13,7 +13,7 @@ from celery_ext.dead_letters import DeadLetterAnswers
 from kombu_taskgate.core.broker import Broker
 from kombu_taskgate.core.model import Claim, FailKind, Filter, State
 from kombu_taskgate.core.settings import BrokerSettings
-from tests.celery.results import an_app, request
+from tests.celery.results import an_app, request, succeed
 
 QUEUE = "celery"
 
@@ -116,3 +116,15 @@ def test_an_errback_that_the_broker_refuses(app: Celery, broker: Broker) -> None
     die(broker, claim)
     answer(app, broker)
     assert (result.state, calls) == (states.FAILURE, [result.id])
+
+
+def test_a_run_that_ends_after_it_was_given_up(app: Celery, broker: Broker) -> None:
+    """Its worker was frozen: what it stores counts until its caller was told, and changes nothing after that."""
+    first, second = (app.signature("work").apply_async() for _ in range(2))
+    early, late = take(broker), take(broker)
+    die(broker, early)
+    die(broker, late)
+    succeed(app, first.id, 1, early.id, early.token)
+    answer(app, broker)
+    succeed(app, second.id, 1, late.id, late.token)
+    assert (first.state, second.state) == (states.SUCCESS, states.FAILURE)
