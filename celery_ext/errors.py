@@ -13,7 +13,8 @@ class DeadLettered(TaskError):
 
     Args:
         message: one sentence: what was given up, why, and how often it was tried.
-        reason: ``lease_lost``, ``max_deliveries``, ``rejected``, ``undecodable``, ``throttled`` or ``business``.
+        reason: ``lease_lost``, ``lost``, ``max_deliveries``, ``rejected``, ``undecodable``, ``throttled`` or
+            ``business``.
         deliveries: how often it was delivered.
         lease_lost: how often whoever ran it was lost.
     """
