@@ -7,10 +7,12 @@ never sees.
 from __future__ import annotations
 
 from kombu_taskgate.core.errors import ConfigError
+from kombu_taskgate.core.settings import BrokerSettings
 from kombu_taskgate.transport.connection import Connection
 from kombu_taskgate.transport.url import PREFIX, masked
 
 from .apps import app_of
+from .result_settings import same_tables
 
 
 def check_results(connection: Connection) -> None:
@@ -26,7 +28,8 @@ def check_results(connection: Connection) -> None:
     if app is None:
         return
     backend = app.backend
-    if getattr(backend, "settings", None) != connection.settings:
+    settings = getattr(backend, "settings", None)
+    if not isinstance(settings, BrokerSettings) or not same_tables(settings, connection.settings):
         broker = PREFIX + masked(connection.settings.url)
         raise ConfigError(
             f"depends_on needs the results in the tables of the broker, {broker}; those of app {app.main!r} go to "

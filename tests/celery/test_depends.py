@@ -190,3 +190,18 @@ def test_results_that_are_kept_elsewhere(tmp_path: Path, results: str | None) ->
         app.tasks["noop"].apply_async(depends_on=[parent.id])
     app.pool.force_close_all()
     app.close()
+
+
+def test_results_in_the_same_tables_by_other_settings(tmp_path: Path) -> None:
+    """How the connections for results are used makes no difference: the tables are the broker's."""
+    url = f"taskgate+sqlite:///{tmp_path}/depends.db"
+    app = app_for(url, url)
+    app.conf.result_backend_transport_options = {"pool_size": 3}
+    parent = app.tasks["noop"].delay()
+    child = app.tasks["noop"].apply_async(depends_on=[parent.id])
+    found = app.backend.broker.inspect(child.id)
+    assert found is not None
+    assert found.task.state is State.BLOCKED
+    app.backend.broker.close()
+    app.pool.force_close_all()
+    app.close()
