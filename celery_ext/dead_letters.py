@@ -15,7 +15,7 @@ from typing import Any
 
 from kombu_taskgate.core.broker import Broker
 from kombu_taskgate.core.errors import PayloadTooLarge, StoreUnavailable, TaskExists, TaskNotFound
-from kombu_taskgate.core.model import ANSWER_WITHIN, FINAL, Filter, State, Task
+from kombu_taskgate.core.model import ANSWER_WITHIN, FINAL, Filter, Reason, State, Task
 from kombu_taskgate.transport.codec import decode
 from kombu_taskgate.transport.errors import Undecodable
 from kombu_taskgate.transport.revocations import revocable_by
@@ -117,7 +117,8 @@ class DeadLetterAnswers:
 
     def _goes_on(self, task: Task) -> bool:
         """Whether a later execution goes on for it (a retry, what replaces it, a replay): then that will tell."""
-        if task.task_id is None:
+        # Nobody has begun one that expired or waited, so nobody has published what follows it.
+        if task.task_id is None or task.reason in (Reason.EXPIRED, Reason.PARENT):
             return False
         rows = self._broker.list(Filter(task_id=task.task_id, states=_GOES_ON))
         return any(row.id > task.id and row.type for row in rows)
