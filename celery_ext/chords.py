@@ -270,7 +270,11 @@ class ChordMixin(_Base):
         return [self._shaped(one, by_id) for one in structure.results]
 
     def _value_of(self, part: ChordPart) -> Any:
-        value, called = _called_with(self.decode(part.payload))
+        value = self.decode(part.payload)
+        called: Sequence[Any] = ()
+        if part.status in PROPAGATE_STATES:
+            # Of those only: what a task returns is its own.
+            value, called = _called_with(value)
         if part.status in EXCEPTION_STATES:
             value = self.exception_to_python(value)
         if part.status in PROPAGATE_STATES:

@@ -19,6 +19,7 @@ from celery.exceptions import ChordError, ImproperlyConfigured, TaskRevokedError
 from celery.exceptions import TimeoutError as CeleryTimeoutError
 from celery.result import GroupResult
 from kombu.serialization import register, unregister
+from kombu.utils.encoding import ensure_bytes
 
 from celery_ext.answers import answer
 from celery_ext.backend import TaskgateBackend
@@ -659,3 +660,10 @@ def test_whether_a_task_is_known(app: Celery) -> None:
     assert app.backend.task_result_exists(sent.id)
     succeed(app, "one")
     assert app.backend.task_result_exists("one")
+
+
+def test_a_part_may_look_like_anything(app: Celery) -> None:
+    """What a task of a header returns comes to the body as it is, whatever its keys are."""
+    value = {"taskgate_error": 1, "taskgate_called": [2]}
+    part = ChordPart("one", 0, states.SUCCESS, ensure_bytes(app.backend.encode(value)))
+    assert app.backend._value_of(part) == value
