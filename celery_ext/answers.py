@@ -188,7 +188,11 @@ def _answer_canceled(subject: Subject, task: Task, state: str | None, why_cancel
         _tell_the_rest(subject, state)
         return
     expired = task.reason == Reason.EXPIRED
-    reason = why_canceled() if task.reason == Reason.CANCELED else "expired" if expired else "a task before it failed"
+    if task.reason == Reason.CANCELED:
+        reason = why_canceled()
+    else:
+        # Of what waited for a task the detail names it.
+        reason = "expired" if expired else task.detail or "a task before it failed"
     # Unlike mark_as_revoked it ends the rest of a chain too.
     subject.backend.mark_as_failure(
         subject.task_id,

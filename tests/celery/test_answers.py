@@ -128,3 +128,15 @@ def test_a_run_that_ends_after_it_was_given_up(app: Celery, broker: Broker) -> N
     answer(app, broker)
     succeed(app, second.id, 1, late.id, late.token)
     assert (first.state, second.state) == (states.SUCCESS, states.FAILURE)
+
+
+def test_the_parent_is_named(app: Celery, broker: Broker) -> None:
+    """Who waited for a task that has failed is told which one it was."""
+    parent = app.tasks["work"].apply_async()
+    child = app.tasks["work"].apply_async(depends_on=[parent.id])
+    first = take(broker)
+    failure = request(parent.id, first.id, first.token)
+    app.backend.store_result(parent.id, ValueError("no"), states.FAILURE, request=failure)
+    answer(app, broker)
+    assert child.state == states.REVOKED
+    assert parent.id in str(child.result)
