@@ -167,10 +167,6 @@ class Dialect:
         """An expression that sends a text to those who listen to the channel, when the transaction commits."""
         raise NotImplementedError
 
-    def notify_now(self, channel: sa.ColumnElement[str], text: sa.ColumnElement[str]) -> sa.Select[Any]:
-        """As :meth:`notification`, in a transaction of its own that nothing has to survive."""
-        return self.notification(channel, text)
-
     def change_mark(self, conn: sa.Connection) -> object | None:
         """What differs from the last answer on this connection once others have committed something.
 
