@@ -9,24 +9,9 @@ import sqlalchemy as sa
 
 from .chords import ChordState
 from .model import State
+from .parameters import among, data, number, text
 from .results import Finality
 from .statements import Statement, Statements
-
-
-def _in(column: sa.ColumnElement[Any], name: str) -> sa.ColumnElement[bool]:
-    return column.in_(sa.bindparam(name, expanding=True))
-
-
-def _number(name: str) -> sa.BindParameter[int]:
-    return sa.bindparam(name, type_=sa.BigInteger)
-
-
-def _text(name: str) -> sa.BindParameter[str]:
-    return sa.bindparam(name, type_=sa.String)
-
-
-def _bytes(name: str) -> sa.BindParameter[bytes]:
-    return sa.bindparam(name, type_=sa.LargeBinary)
 
 
 class ResultStatements:
@@ -53,7 +38,7 @@ class ResultStatements:
     @property
     def _expires(self) -> sa.ColumnElement[int]:
         # NULL when there is no time after which it expires.
-        return self._sql.now + _number("p_expires_in")
+        return self._sql.now + number("p_expires_in")
 
     # -- results -------------------------------------------------------------------------------------
 
@@ -63,14 +48,14 @@ class ResultStatements:
         t = self.tables.tasks.c
         waiting = t.state.in_([State.PENDING.value, State.RETRYING.value, State.BLOCKED.value])
         foreign: sa.Select[Any] = sa.select(sa.literal_column("1")).where(
-            t.id == _number("p_fence"), (t.token != _number("p_token")) | waiting
+            t.id == number("p_fence"), (t.token != number("p_token")) | waiting
         )
         return ~foreign.exists()
 
     @property
     def _may_replace(self) -> sa.ColumnElement[bool]:
         """Whether the stored result gives way; see :meth:`.results.Results.store`."""
-        r, execution, token = self._r, _number("p_execution"), _number("p_token")
+        r, execution, token = self._r, number("p_execution"), number("p_token")
         newer = execution > r.execution
         as_new = newer | ((execution == r.execution) & (token >= r.token))
         under_none = execution == 0
@@ -87,17 +72,17 @@ class ResultStatements:
     def _new(self) -> dict[sa.Column[Any], Any]:
         r = self._r
         return {
-            r.task_id: _text("p_task_id"),
-            r.status: _text("p_status"),
+            r.task_id: text("p_task_id"),
+            r.status: text("p_status"),
             r.finality: sa.bindparam("p_finality", type_=sa.SmallInteger),
-            r.type: _text("p_type"),
-            r.execution: _number("p_execution"),
-            r.token: _number("p_token"),
+            r.type: text("p_type"),
+            r.execution: number("p_execution"),
+            r.token: number("p_token"),
             r.stored_at: self._sql.now,
             r.expires_at: self._expires,
-            r.content_type: _text("p_content_type"),
-            r.content_encoding: _text("p_content_encoding"),
-            r.payload: _bytes("p_payload"),
+            r.content_type: text("p_content_type"),
+            r.content_encoding: text("p_content_encoding"),
+            r.payload: data("p_payload"),
         }
 
     @cached_property
@@ -122,7 +107,7 @@ class ResultStatements:
         replaced += [r.content_type, r.content_encoding, r.payload]
         # What is said under no lease does not make an older lease the current one again.
         lease = {
-            column.name: sa.case((_number("p_execution") == 0, column), else_=self.dialect.inserted(insert, column))
+            column.name: sa.case((number("p_execution") == 0, column), else_=self.dialect.inserted(insert, column))
             for column in (r.execution, r.token)
         }
         return self.dialect.upsert(
@@ -143,12 +128,12 @@ class ResultStatements:
     @cached_property
     def store_result_and_tell(self) -> Statement:
         """As store_result; tells p_channel p_text when it has stored something."""
-        return self.store_result.returning(self.dialect.telling(_text("p_channel"), _text("p_text")))
+        return self.store_result.returning(self.dialect.telling(text("p_channel"), text("p_text")))
 
     @cached_property
     def tell_of_result(self) -> Statement:
         """Tell p_channel p_text."""
-        return self.dialect.notification(_text("p_channel"), _text("p_text"))
+        return self.dialect.notification(text("p_channel"), text("p_text"))
 
     def _shown(self) -> list[sa.Column[Any]]:
         r = self._r
@@ -160,30 +145,30 @@ class ResultStatements:
     @cached_property
     def get_results(self) -> Statement:
         """Results by task_id."""
-        return sa.select(*self._shown()).where(_in(self._r.task_id, "p_task_ids"), self._r.status != "")
+        return sa.select(*self._shown()).where(among(self._r.task_id, "p_task_ids"), self._r.status != "")
 
     @cached_property
     def get_ended_results(self) -> Statement:
         """Results by task_id, those only after which nothing follows."""
         r = self._r
-        return sa.select(*self._shown()).where(_in(r.task_id, "p_task_ids"), r.finality != int(Finality.OPEN))
+        return sa.select(*self._shown()).where(among(r.task_id, "p_task_ids"), r.finality != int(Finality.OPEN))
 
     @cached_property
     def delete_results(self) -> Statement:
         """Forget results that nobody waits for."""
-        return sa.delete(self.tables.results).where(_in(self._r.task_id, "p_task_ids"), self._r.awaited == 0)
+        return sa.delete(self.tables.results).where(among(self._r.task_id, "p_task_ids"), self._r.awaited == 0)
 
     @cached_property
     def blank_results(self) -> Statement:
         """Forget what is said by results for whose end executions may wait."""
         r = self._r
-        said = (_in(r.task_id, "p_task_ids"), r.awaited == 1, r.status != "")
+        said = (among(r.task_id, "p_task_ids"), r.awaited == 1, r.status != "")
         return sa.update(self.tables.results).where(*said).values(status="", payload=b"", version=0)
 
     @cached_property
     def delete_expired_results(self) -> Statement:
         """Delete what pick_expired_results has found."""
-        return sa.delete(self.tables.results).where(_in(self._r.task_id, "p_task_ids"))
+        return sa.delete(self.tables.results).where(among(self._r.task_id, "p_task_ids"))
 
     @cached_property
     def pick_expired_results(self) -> Statement:
@@ -193,7 +178,7 @@ class ResultStatements:
         query = query.where((r.awaited == 0) | ~sa.exists().where(w.parent_task_id == r.task_id))
         return (
             query.order_by(r.expires_at)
-            .limit(_number("p_limit"))
+            .limit(number("p_limit"))
             .with_for_update(skip_locked=True, of=self.tables.results)
         )
 
@@ -204,10 +189,10 @@ class ResultStatements:
         """Store what a group consists of."""
         g = self._g
         insert = self.dialect.insert(self.tables.groups).values(
-            group_id=_text("p_group_id"),
+            group_id=text("p_group_id"),
             stored_at=self._sql.now,
             expires_at=self._expires,
-            payload=_bytes("p_payload"),
+            payload=data("p_payload"),
         )
         replaced = {
             column.name: self.dialect.inserted(insert, column) for column in (g.stored_at, g.expires_at, g.payload)
@@ -217,26 +202,26 @@ class ResultStatements:
     @cached_property
     def get_group(self) -> Statement:
         """What a group consists of."""
-        return sa.select(self._g.payload).where(self._g.group_id == _text("p_group_id"))
+        return sa.select(self._g.payload).where(self._g.group_id == text("p_group_id"))
 
     @cached_property
     def delete_group(self) -> Statement:
         """Forget a group."""
-        return sa.delete(self.tables.groups).where(_in(self._g.group_id, "p_group_ids"))
+        return sa.delete(self.tables.groups).where(among(self._g.group_id, "p_group_ids"))
 
     @cached_property
     def pick_expired_groups(self) -> Statement:
         """Groups whose time is over, the oldest first."""
         g = self._g
         query = sa.select(g.group_id).where(g.expires_at.is_not(None), g.expires_at <= self._sql.now)
-        return query.order_by(g.expires_at).limit(_number("p_limit")).with_for_update(skip_locked=True)
+        return query.order_by(g.expires_at).limit(number("p_limit")).with_for_update(skip_locked=True)
 
     # -- chords --------------------------------------------------------------------------------------
 
     @property
     def _new_chord(self) -> dict[str, Any]:
         return {
-            "group_id": _text("p_group_id"),
+            "group_id": text("p_group_id"),
             "state": ChordState.OPEN.value,
             "touched_at": self._sql.now,
             "expires_at": self._expires,
@@ -247,7 +232,7 @@ class ResultStatements:
         """Note what a chord consists of, and keep what is known already."""
         c = self._c
         insert = self.dialect.insert(self.tables.chords).values(
-            **self._new_chord, header=_bytes("p_header"), body=_bytes("p_body")
+            **self._new_chord, header=data("p_header"), body=data("p_body")
         )
         kept = {
             column.name: sa.func.coalesce(self.dialect.inserted(insert, column), column)
@@ -260,24 +245,24 @@ class ResultStatements:
         """Say how many parts a chord needs, if it is not there yet; lock it if it is."""
         c = self._c
         insert = self.dialect.insert(self.tables.chords).values(
-            **self._new_chord, size=sa.bindparam("p_size", type_=sa.Integer), applied_by=_number("p_by")
+            **self._new_chord, size=sa.bindparam("p_size", type_=sa.Integer), applied_by=number("p_by")
         )
         return self.dialect.upsert(insert, keys=[c.group_id], values={"touched_at": self._sql.now})
 
     @cached_property
     def lock_chord(self) -> Statement:
         """One chord, locked."""
-        return sa.select(self.tables.chords).where(self._c.group_id == _text("p_group_id")).with_for_update()
+        return sa.select(self.tables.chords).where(self._c.group_id == text("p_group_id")).with_for_update()
 
     @cached_property
     def resize_chord(self) -> Statement:
         """Say how many parts a locked chord needs, and open it if it is not."""
         return (
             sa.update(self.tables.chords)
-            .where(self._c.group_id == _text("p_group_id"))
+            .where(self._c.group_id == text("p_group_id"))
             .values(
                 size=sa.bindparam("p_size", type_=sa.Integer),
-                applied_by=_number("p_by"),
+                applied_by=number("p_by"),
                 state=ChordState.OPEN.value,
                 claim_=None,
                 claimed_until=None,
@@ -291,19 +276,19 @@ class ResultStatements:
         """Store a part unless it is there already, or comes late to a chord that has ended."""
         c, p = self._c, self._p
         ended: sa.Select[Any] = sa.select(sa.literal_column("1")).where(
-            c.group_id == _text("p_group_id"),
+            c.group_id == text("p_group_id"),
             c.state != ChordState.OPEN.value,
-            _number("p_execution") <= c.past,
+            number("p_execution") <= c.past,
         )
         new: dict[sa.Column[Any], Any] = {
-            p.group_id: _text("p_group_id"),
-            p.task_id: _text("p_task_id"),
+            p.group_id: text("p_group_id"),
+            p.task_id: text("p_task_id"),
             p.place: sa.bindparam("p_place", type_=sa.Integer),
-            p.status: _text("p_status"),
+            p.status: text("p_status"),
             p.added: sa.bindparam("p_added", type_=sa.SmallInteger),
-            p.execution: _number("p_execution"),
+            p.execution: number("p_execution"),
             p.stored_at: self._sql.now,
-            p.payload: _bytes("p_payload"),
+            p.payload: data("p_payload"),
         }
         source = sa.select(*new.values()).where(~ended.exists(), self._lease_is_current)
         insert = self.dialect.insert(self.tables.chord_parts).from_select([column.name for column in new], source)
@@ -316,17 +301,17 @@ class ResultStatements:
         return (
             sa.update(self.tables.chord_parts)
             .where(
-                p.group_id == _text("p_group_id"),
-                p.task_id == _text("p_task_id"),
+                p.group_id == text("p_group_id"),
+                p.task_id == text("p_task_id"),
                 p.added == 1,
                 p.status == "",
                 self._lease_is_current,
             )
             .values(
-                status=_text("p_status"),
-                execution=_number("p_execution"),
+                status=text("p_status"),
+                execution=number("p_execution"),
                 stored_at=self._sql.now,
-                payload=_bytes("p_payload"),
+                payload=data("p_payload"),
             )
         )
 
@@ -337,12 +322,12 @@ class ResultStatements:
         has_body = c.body.is_not(None).label("has_body")
         return sa.select(
             c.group_id, c.state, c.size, has_body, self._parts.label("parts"), self._added.label("added")
-        ).where(c.group_id == _text("p_group_id"))
+        ).where(c.group_id == text("p_group_id"))
 
     @cached_property
     def chord_contents(self) -> Statement:
         """Header and body of a chord."""
-        return sa.select(self._c.header, self._c.body).where(self._c.group_id == _text("p_group_id"))
+        return sa.select(self._c.header, self._c.body).where(self._c.group_id == text("p_group_id"))
 
     @property
     def _parts(self) -> sa.ScalarSelect[int]:
@@ -363,7 +348,7 @@ class ResultStatements:
         place = sa.case((p.place < 0, 2**31 - 1), else_=p.place)
         return (
             sa.select(p.task_id, p.place, p.status, p.payload, p.execution)
-            .where(p.group_id == _text("p_group_id"), p.status != "")
+            .where(p.group_id == text("p_group_id"), p.status != "")
             .order_by(place, p.stored_at, p.task_id)
         )
 
@@ -374,11 +359,11 @@ class ResultStatements:
         return (
             sa.update(self.tables.chords)
             .where(
-                c.group_id == _text("p_group_id"),
+                c.group_id == text("p_group_id"),
                 c.state == ChordState.OPEN.value,
                 c.claimed_until.is_(None) | (c.claimed_until <= self._sql.now),
             )
-            .values(claim_=_number("p_claim"), claimed_until=self._sql.now + _number("p_ttl"))
+            .values(claim_=number("p_claim"), claimed_until=self._sql.now + number("p_ttl"))
         )
 
     @cached_property
@@ -386,12 +371,12 @@ class ResultStatements:
         """End an open chord that nobody else is ending; p_claim 0: whoever is."""
         c, p = self._c, self._p
         newest = sa.select(sa.func.max(p.execution)).where(p.group_id == c.group_id).correlate(self.tables.chords)
-        mine = (_number("p_claim") == 0) | (c.claim_ == _number("p_claim"))
+        mine = (number("p_claim") == 0) | (c.claim_ == number("p_claim"))
         return (
             sa.update(self.tables.chords)
-            .where(c.group_id == _text("p_group_id"), c.state == ChordState.OPEN.value, mine)
+            .where(c.group_id == text("p_group_id"), c.state == ChordState.OPEN.value, mine)
             .values(
-                state=_text("p_state"),
+                state=text("p_state"),
                 past=sa.func.coalesce(newest.scalar_subquery(), 0),
                 touched_at=self._sql.now,
                 claim_=None,
@@ -403,14 +388,14 @@ class ResultStatements:
     def chord_ended(self) -> Statement:
         """Whether a chord has the state p_state."""
         c = self._c
-        return sa.select(c.group_id).where(c.group_id == _text("p_group_id"), c.state == _text("p_state"))
+        return sa.select(c.group_id).where(c.group_id == text("p_group_id"), c.state == text("p_state"))
 
     @cached_property
     def delete_past_parts(self) -> Statement:
         """Delete the parts of a run of the header that is over."""
         p = self._p
         return sa.delete(self.tables.chord_parts).where(
-            p.group_id == _text("p_group_id"), p.execution <= _number("p_past")
+            p.group_id == text("p_group_id"), p.execution <= number("p_past")
         )
 
     def _stuck(self, recent: bool) -> sa.Select[Any]:
@@ -421,12 +406,12 @@ class ResultStatements:
             c.size.is_not(None),
             c.claimed_until.is_(None) | (c.claimed_until <= now),
             self._parts >= c.size + self._added,
-            newest.scalar_subquery() <= now - _number("p_older"),
+            newest.scalar_subquery() <= now - number("p_older"),
         )
         if recent:
-            fresh = sa.select(p.group_id).where(p.stored_at >= now - _number("p_since"))
+            fresh = sa.select(p.group_id).where(p.stored_at >= now - number("p_since"))
             query = query.where(c.group_id.in_(fresh))
-        return query.order_by(c.touched_at).limit(_number("p_limit"))
+        return query.order_by(c.touched_at).limit(number("p_limit"))
 
     @cached_property
     def stuck_chords(self) -> Statement:
@@ -446,7 +431,7 @@ class ResultStatements:
             sa.select(p.group_id, p.task_id, p.place)
             .join(self.tables.chords, c.group_id == p.group_id)
             .where(c.state != ChordState.OPEN.value, p.execution <= c.past)
-            .limit(_number("p_limit"))
+            .limit(number("p_limit"))
         )
 
     @cached_property
@@ -454,7 +439,7 @@ class ResultStatements:
         """Delete single parts."""
         p = self._p
         return sa.delete(self.tables.chord_parts).where(
-            _in(p.group_id, "p_group_ids"),
+            among(p.group_id, "p_group_ids"),
             sa.tuple_(p.group_id, p.task_id, p.place).in_(sa.bindparam("p_parts", expanding=True)),
         )
 
@@ -470,15 +455,15 @@ class ResultStatements:
         over = (
             c.expires_at.is_not(None) & (c.expires_at <= now) & (ended | ~fresh.correlate(self.tables.chords).exists())
         )
-        query = sa.select(c.group_id).where(over | (ended & (c.touched_at <= now - _number("p_keep"))))
-        return query.limit(_number("p_limit"))
+        query = sa.select(c.group_id).where(over | (ended & (c.touched_at <= now - number("p_keep"))))
+        return query.limit(number("p_limit"))
 
     @cached_property
     def delete_chords(self) -> Statement:
         """Delete chords."""
-        return sa.delete(self.tables.chords).where(_in(self._c.group_id, "p_group_ids"))
+        return sa.delete(self.tables.chords).where(among(self._c.group_id, "p_group_ids"))
 
     @cached_property
     def delete_parts_of(self) -> Statement:
         """Delete all parts of chords."""
-        return sa.delete(self.tables.chord_parts).where(_in(self._p.group_id, "p_group_ids"))
+        return sa.delete(self.tables.chord_parts).where(among(self._p.group_id, "p_group_ids"))

@@ -15,6 +15,7 @@ import sqlalchemy as sa
 from .clock import Clock
 from .dialects.base import Dialect
 from .model import FINAL, WAITING, State
+from .parameters import among
 from .schema import LANE_BLOCKED, LANE_DELAYED, LANE_NONE, LANE_READY, Tables
 from .wait_statements import WaitStatements
 
@@ -26,10 +27,6 @@ TOKEN_STEP = 2**24
 RUNS, LOST, ANSWER, ENDS = range(4)
 
 Statement = sa.Executable
-
-
-def _in(column: sa.ColumnElement[Any], name: str) -> sa.ColumnElement[bool]:
-    return column.in_(sa.bindparam(name, expanding=True))
 
 
 def _first(query: sa.Select[Any], name: str) -> sa.Subquery:
@@ -146,12 +143,12 @@ class Statements:
     def lock_parents(self) -> Statement:
         """States of the parents; locked in id order, so that none ends while its child is stored."""
         t = self._t
-        return self._locking(sa.select(t.id, t.state).where(_in(t.id, "p_ids")).order_by(t.id), skip=False)
+        return self._locking(sa.select(t.id, t.state).where(among(t.id, "p_ids")).order_by(t.id), skip=False)
 
     @cached_property
     def link(self) -> Statement:
         """Mark rows whose settling must look at the deps table."""
-        return sa.update(self.tables.tasks).where(_in(self._t.id, "p_ids")).values(linked=1)
+        return sa.update(self.tables.tasks).where(among(self._t.id, "p_ids")).values(linked=1)
 
     @cached_property
     def newest_of_key(self) -> Statement:
@@ -180,7 +177,7 @@ class Statements:
     @cached_property
     def exists(self) -> Statement:
         """How many of the ids are stored."""
-        return sa.select(sa.func.count()).select_from(self.tables.tasks).where(_in(self._t.id, "p_ids"))
+        return sa.select(sa.func.count()).select_from(self.tables.tasks).where(among(self._t.id, "p_ids"))
 
     # -- claiming -----------------------------------------------------------------------------------
 
@@ -196,7 +193,7 @@ class Statements:
         """Put due rows into the claim index."""
         return (
             sa.update(self.tables.tasks)
-            .where(_in(self._t.id, "p_ids"), self._t.lane == _lane(LANE_DELAYED))
+            .where(among(self._t.id, "p_ids"), self._t.lane == _lane(LANE_DELAYED))
             .values(lane=LANE_READY)
         )
 
@@ -289,7 +286,7 @@ class Statements:
     @cached_property
     def claim_take(self) -> Statement:
         """Lease the rows locked by claim_pick."""
-        return sa.update(self.tables.tasks).where(_in(self._t.id, "p_ids")).values(**self._lease)
+        return sa.update(self.tables.tasks).where(among(self._t.id, "p_ids")).values(**self._lease)
 
     @cached_property
     def see_expired(self) -> Statement:
@@ -304,7 +301,7 @@ class Statements:
         """Those of p_ids that nobody has claimed meanwhile."""
         t = self._t
         query = sa.select(t.id, t.queue, t.state, t.linked, t.type)
-        query = query.where(_in(t.id, "p_ids"), t.lane == _lane(LANE_READY))
+        query = query.where(among(t.id, "p_ids"), t.lane == _lane(LANE_READY))
         return self._locking(query, skip=True)
 
     @cached_property
@@ -313,7 +310,7 @@ class Statements:
         t, q = self._t, self.tables.queues.c
         ending = sa.select(q.name).where(q.expires_ms.is_not(None))
         return sa.delete(self.tables.tasks).where(
-            _in(t.id, "p_ids"), t.linked == 0, t.key_.is_(None), t.replay_of.is_(None), t.queue.in_(ending)
+            among(t.id, "p_ids"), t.linked == 0, t.key_.is_(None), t.replay_of.is_(None), t.queue.in_(ending)
         )
 
     def expired_heads(self, number: int) -> Statement:
@@ -329,7 +326,7 @@ class Statements:
         # The ids once more by themselves: not every database finds an index for pairs.
         t = self._t
         return [
-            _in(t.id, "p_ids"),
+            among(t.id, "p_ids"),
             sa.tuple_(t.id, t.token).in_(sa.bindparam("p_leases", expanding=True)),
             t.state == State.RUNNING.value,
         ]
@@ -382,7 +379,7 @@ class Statements:
         answer_at = self.now + sa.bindparam("p_answer_in", type_=sa.BigInteger)
         return (
             sa.update(self.tables.tasks)
-            .where(_in(self._t.id, "p_ids"))
+            .where(among(self._t.id, "p_ids"))
             .values(
                 state=sa.bindparam("p_state", type_=sa.String),
                 lane=LANE_NONE,
@@ -403,14 +400,14 @@ class Statements:
     @cached_property
     def uncount_delivery(self) -> Statement:
         """Take back the delivery of a claim that reached nobody."""
-        return sa.update(self.tables.tasks).where(_in(self._t.id, "p_ids")).values(deliveries=self._t.deliveries - 1)
+        return sa.update(self.tables.tasks).where(among(self._t.id, "p_ids")).values(deliveries=self._t.deliveries - 1)
 
     @cached_property
     def undo_claim(self) -> Statement:
         """Take back a claim that was made only to find that the row must not be delivered."""
         return (
             sa.update(self.tables.tasks)
-            .where(_in(self._t.id, "p_ids"))
+            .where(among(self._t.id, "p_ids"))
             .values(deliveries=self._t.deliveries - 1, owner=None)
         )
 
@@ -429,7 +426,7 @@ class Statements:
     def _give_back(self, state: State, run_at: sa.ColumnElement[int], lane: Any) -> sa.Update:
         return (
             sa.update(self.tables.tasks)
-            .where(_in(self._t.id, "p_ids"))
+            .where(among(self._t.id, "p_ids"))
             .values(state=state.value, run_at=run_at, lane=lane, session=None, owner=None, lease_until=None, begun=0)
         )
 
@@ -449,18 +446,18 @@ class Statements:
     @cached_property
     def count_loss(self) -> Statement:
         """One more lost lease."""
-        return sa.update(self.tables.tasks).where(_in(self._t.id, "p_ids")).values(lease_lost=self._t.lease_lost + 1)
+        return sa.update(self.tables.tasks).where(among(self._t.id, "p_ids")).values(lease_lost=self._t.lease_lost + 1)
 
     @cached_property
     def delete_tasks(self) -> Statement:
         """Remove rows."""
-        return sa.delete(self.tables.tasks).where(_in(self._t.id, "p_ids"))
+        return sa.delete(self.tables.tasks).where(among(self._t.id, "p_ids"))
 
     @cached_property
     def delete_deps(self) -> Statement:
         """Remove what is known of the links of removed rows."""
         d = self.tables.deps.c
-        return sa.delete(self.tables.deps).where(_in(d.child_id, "p_ids") | _in(d.parent_id, "p_ids"))
+        return sa.delete(self.tables.deps).where(among(d.child_id, "p_ids") | among(d.parent_id, "p_ids"))
 
     # -- dependencies -------------------------------------------------------------------------------
 
@@ -471,7 +468,7 @@ class Statements:
         query = (
             sa.select(t.id, t.queue, t.fail_fast, t.pending_parents, t.type)
             .select_from(self.tables.deps.join(self.tables.tasks, t.id == d.child_id))
-            .where(_in(d.parent_id, "p_ids"), t.state == State.BLOCKED.value)
+            .where(among(d.parent_id, "p_ids"), t.state == State.BLOCKED.value)
             .order_by(t.id)
         )
         return self._locking(query, skip=False)
@@ -491,7 +488,7 @@ class Statements:
         t = self._t
         return (
             sa.update(self.tables.tasks)
-            .where(_in(t.id, "p_ids"))
+            .where(among(t.id, "p_ids"))
             .values(
                 state=State.PENDING.value,
                 pending_parents=0,
@@ -521,7 +518,7 @@ class Statements:
             sa.select(d.child_id)
             .distinct()
             .select_from(self.tables.deps.join(self.tables.tasks, t.id == d.parent_id))
-            .where(_in(d.child_id, "p_ids"), t.state.in_([State.FAILED.value, State.CANCELED.value]))
+            .where(among(d.child_id, "p_ids"), t.state.in_([State.FAILED.value, State.CANCELED.value]))
         )
 
     # -- leases -------------------------------------------------------------------------------------
@@ -594,7 +591,7 @@ class Statements:
     @cached_property
     def pick_orphaned(self) -> Statement:
         """Leases of dead holders (p_sessions) that have run out."""
-        return self._lost(_in(self._t.session, "p_sessions"))
+        return self._lost(among(self._t.session, "p_sessions"))
 
     @cached_property
     def pick_stray(self) -> Statement:
@@ -675,7 +672,7 @@ class Statements:
         """The same: of p_queues, and of all others when they have been due for p_older ms."""
         t = self._t
         older = t.answer_at <= self.now - sa.bindparam("p_older", type_=sa.BigInteger)
-        return self._answers(_in(t.queue, "p_queues") | older)
+        return self._answers(among(t.queue, "p_queues") | older)
 
     def _answers(self, *which: sa.ColumnElement[bool]) -> Statement:
         t = self._t
@@ -686,13 +683,13 @@ class Statements:
     def put_off_answers(self) -> Statement:
         """Somebody answers for rows; should they not, another may in p_wait ms."""
         later = self.now + sa.bindparam("p_wait", type_=sa.BigInteger)
-        return sa.update(self.tables.tasks).where(_in(self._t.id, "p_ids")).values(answer_at=later)
+        return sa.update(self.tables.tasks).where(among(self._t.id, "p_ids")).values(answer_at=later)
 
     @cached_property
     def clear_answers(self) -> Statement:
         """Rows have been answered for."""
         t = self._t
-        return sa.update(self.tables.tasks).where(_in(t.id, "p_ids"), t.answer_at.is_not(None)).values(answer_at=None)
+        return sa.update(self.tables.tasks).where(among(t.id, "p_ids"), t.answer_at.is_not(None)).values(answer_at=None)
 
     # -- keeping tidy -------------------------------------------------------------------------------
 
@@ -753,12 +750,12 @@ class Statements:
     @cached_property
     def lock_waiting(self) -> Statement:
         """Those of p_ids that wait, locked in id order."""
-        return self._locking(self._waiting(_in(self._t.id, "p_ids")), skip=False)
+        return self._locking(self._waiting(among(self._t.id, "p_ids")), skip=False)
 
     @cached_property
     def lock_waiting_of(self) -> Statement:
         """What waits under the task_ids p_task_ids and has a type, locked in id order."""
-        return self._locking(self._waiting(_in(self._t.task_id, "p_task_ids"), self._t.type != ""), skip=False)
+        return self._locking(self._waiting(among(self._t.task_id, "p_task_ids"), self._t.type != ""), skip=False)
 
     @cached_property
     def see_waiting(self) -> Statement:
@@ -782,7 +779,7 @@ class Statements:
     def have_children(self) -> Statement:
         """Which of the ids are parents."""
         d = self.tables.deps.c
-        return sa.select(d.parent_id).distinct().where(_in(d.parent_id, "p_ids"))
+        return sa.select(d.parent_id).distinct().where(among(d.parent_id, "p_ids"))
 
     # -- asking -------------------------------------------------------------------------------------
 
@@ -795,7 +792,7 @@ class Statements:
     def running(self) -> Statement:
         """Those of the task_ids p_task_ids under which an execution with a type runs."""
         t = self._t
-        return sa.select(t.task_id).where(_in(t.task_id, "p_task_ids"), t.state == State.RUNNING.value, t.type != "")
+        return sa.select(t.task_id).where(among(t.task_id, "p_task_ids"), t.state == State.RUNNING.value, t.type != "")
 
     @cached_property
     def newest_of_task(self) -> Statement:
@@ -834,7 +831,7 @@ class Statements:
         t = self._t
 
         def part(lane: int) -> sa.Select[Any]:
-            query = sa.select(t.queue, sa.func.count()).where(_in(t.queue, "p_queues"), self._in_lane(lane))
+            query = sa.select(t.queue, sa.func.count()).where(among(t.queue, "p_queues"), self._in_lane(lane))
             return query.group_by(t.queue)
 
         return sa.union_all(part(LANE_READY), part(LANE_DELAYED))
@@ -898,7 +895,7 @@ class Statements:
     def touch_queues(self) -> Statement:
         """Queues (p_names) are in use now."""
         q = self.tables.queues
-        return sa.update(q).where(_in(q.c.name, "p_names")).values(touched_at=self.now)
+        return sa.update(q).where(among(q.c.name, "p_names")).values(touched_at=self.now)
 
     @cached_property
     def drop_consumers(self) -> Statement:
@@ -919,7 +916,7 @@ class Statements:
         """Consumers that a queue has, of holders that live, but for p_but."""
         c, s = self.tables.consumers.c, self.tables.sessions.c
         query = sa.select(sa.func.coalesce(sa.func.sum(c.number), 0)).where(c.queue == sa.bindparam("p_queue"))
-        return query.where(s.id == c.session, s.until_ >= self.now, ~_in(c.session, "p_but"))
+        return query.where(s.id == c.session, s.until_ >= self.now, ~among(c.session, "p_but"))
 
     @cached_property
     def unused_queues(self) -> Statement:
@@ -961,7 +958,7 @@ class Statements:
     def _these(self) -> list[sa.ColumnElement[bool]]:
         # By header, of which there are few, because databases plan long lists of pairs slowly.
         r = self.tables.revocations.c
-        return [_in(r.value_, "p_values"), r.header == sa.bindparam("p_header", type_=sa.String)]
+        return [among(r.value_, "p_values"), r.header == sa.bindparam("p_header", type_=sa.String)]
 
     @cached_property
     def prolong_revocations(self) -> Statement:
@@ -979,7 +976,7 @@ class Statements:
     def find_revocations(self) -> Statement:
         """The revocations of values, whatever header they are of."""
         r = self.tables.revocations.c
-        return sa.select(r.value_, r.header).where(_in(r.value_, "p_values"))
+        return sa.select(r.value_, r.header).where(among(r.value_, "p_values"))
 
     @cached_property
     def count_revocations(self) -> Statement:

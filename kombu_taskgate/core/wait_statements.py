@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 
 from .model import FINAL, State
+from .parameters import among, text
 from .results import Finality
 
 if TYPE_CHECKING:
@@ -15,14 +16,6 @@ if TYPE_CHECKING:
 
 _ENDED = [state.value for state in sorted(FINAL)]
 _GOING_ON = [State.PENDING.value, State.RUNNING.value, State.RETRYING.value]
-
-
-def _in(column: sa.ColumnElement[Any], name: str) -> sa.ColumnElement[bool]:
-    return column.in_(sa.bindparam(name, expanding=True))
-
-
-def _text(name: str) -> sa.BindParameter[str]:
-    return sa.bindparam(name, type_=sa.String)
 
 
 class WaitStatements:
@@ -49,7 +42,7 @@ class WaitStatements:
         """
         r, dialect = self._r, self._sql.dialect
         insert = dialect.insert(self._tables.results).values(
-            task_id=_text("p_task_id"),
+            task_id=text("p_task_id"),
             status="",
             finality=int(Finality.OPEN),
             version=0,
@@ -69,7 +62,7 @@ class WaitStatements:
     def see_results(self) -> Statement:
         """What is stored under task_ids, results or not."""
         r = self._r
-        return sa.select(r.task_id, r.status, r.finality).where(_in(r.task_id, "p_task_ids"))
+        return sa.select(r.task_id, r.status, r.finality).where(among(r.task_id, "p_task_ids"))
 
     @cached_property
     def executions_of(self) -> Statement:
@@ -77,7 +70,7 @@ class WaitStatements:
         t = self._t
         return (
             sa.select(t.id, t.task_id, t.root_id, t.state)
-            .where(_in(t.task_id, "p_task_ids"), t.type != "")
+            .where(among(t.task_id, "p_task_ids"), t.type != "")
             .order_by(t.id)
         )
 
@@ -92,13 +85,13 @@ class WaitStatements:
     def lock_result(self) -> Statement:
         """What is stored under p_task_id, locked."""
         r = self._r
-        return sa.select(r.status, r.finality).where(r.task_id == _text("p_task_id")).with_for_update()
+        return sa.select(r.status, r.finality).where(r.task_id == text("p_task_id")).with_for_update()
 
     @cached_property
     def is_awaited(self) -> Statement:
         """Whether an execution may wait for the result of p_task_id."""
         r = self._r
-        return sa.select(r.task_id).where(r.task_id == _text("p_task_id"), r.awaited == 1)
+        return sa.select(r.task_id).where(r.task_id == text("p_task_id"), r.awaited == 1)
 
     @cached_property
     def blocked_by(self) -> Statement:
@@ -107,7 +100,7 @@ class WaitStatements:
         query = (
             sa.select(t.id, t.queue, t.fail_fast, t.pending_parents, t.type, w.parent_task_id)
             .select_from(self._tables.waits.join(self._tables.tasks, t.id == w.child_id))
-            .where(_in(w.parent_task_id, "p_task_ids"), t.state == State.BLOCKED.value)
+            .where(among(w.parent_task_id, "p_task_ids"), t.state == State.BLOCKED.value)
             .order_by(t.id)
         )
         return query.with_for_update(of=self._tables.tasks)
@@ -115,12 +108,12 @@ class WaitStatements:
     @cached_property
     def delete_waits_for(self) -> Statement:
         """Nobody waits for these results any more."""
-        return sa.delete(self._tables.waits).where(_in(self._w.parent_task_id, "p_task_ids"))
+        return sa.delete(self._tables.waits).where(among(self._w.parent_task_id, "p_task_ids"))
 
     @cached_property
     def delete_waits_of(self) -> Statement:
         """These executions (p_ids) wait for no result any more."""
-        return sa.delete(self._tables.waits).where(_in(self._w.child_id, "p_ids"))
+        return sa.delete(self._tables.waits).where(among(self._w.child_id, "p_ids"))
 
     # -- a parent ends without a result --------------------------------------------------------------
 
@@ -128,7 +121,7 @@ class WaitStatements:
     def waited_for(self) -> Statement:
         """Those of the executions p_ids for whose task's result somebody waits."""
         t, w = self._t, self._w
-        return sa.select(t.id).where(_in(t.id, "p_ids"), sa.exists().where(w.parent_task_id == t.task_id))
+        return sa.select(t.id).where(among(t.id, "p_ids"), sa.exists().where(w.parent_task_id == t.task_id))
 
     @cached_property
     def unserved(self) -> Statement:
@@ -146,7 +139,7 @@ class WaitStatements:
     def roots_going_on(self) -> Statement:
         """Those of the workflows of which something can still run."""
         t = self._t
-        return sa.select(t.root_id).distinct().where(_in(t.root_id, "p_root_ids"), t.state.in_(_GOING_ON))
+        return sa.select(t.root_id).distinct().where(among(t.root_id, "p_root_ids"), t.state.in_(_GOING_ON))
 
     # -- asking --------------------------------------------------------------------------------------
 

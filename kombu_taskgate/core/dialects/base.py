@@ -125,7 +125,7 @@ class Dialect:
 
     def insert_or_ignore(self, table: sa.Table) -> sa.Insert:
         """An INSERT that does nothing when the primary key exists."""
-        raise NotImplementedError
+        return self.ignore_known(self.insert(table), list(table.primary_key.columns))
 
     def insert(self, table: sa.Table) -> Any:
         """An INSERT that :meth:`upsert` and :meth:`ignore_known` can extend."""

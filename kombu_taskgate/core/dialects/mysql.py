@@ -98,11 +98,6 @@ class MySQL(Dialect):
     def lost(self, error: sa.exc.DBAPIError) -> bool:
         return bool(error.connection_invalidated) or _number(error) in _LOST
 
-    def insert_or_ignore(self, table: sa.Table) -> sa.Insert:
-        # Not INSERT IGNORE, which also turns other errors into warnings.
-        key = next(iter(table.primary_key.columns))
-        return insert(table).on_duplicate_key_update({key.name: key})
-
     def insert(self, table: sa.Table) -> Any:
         return insert(table)
 
@@ -129,6 +124,7 @@ class MySQL(Dialect):
         return insert.on_duplicate_key_update([(outcome.name, decided), *changes])  # type: ignore[no-any-return]  # as above
 
     def ignore_known(self, insert: Any, keys: Sequence[sa.Column[Any]]) -> sa.Insert:
+        # Not INSERT IGNORE, which also turns other errors into warnings.
         return insert.on_duplicate_key_update({keys[0].name: keys[0]})  # type: ignore[no-any-return]  # as above
 
     def took_effect(self, result: sa.CursorResult[Any]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..clock import to_ms
 from ..errors import ConfigError, StoreUnavailable
 from ..settings import BrokerSettings
 from .base import Dialect, Verdict
+from .on_conflict import OnConflict
 
 #: SKIP LOCKED is 9.5; 12 is the oldest that SQLAlchemy and psycopg 3 test.
 OLDEST = 120000
@@ -33,13 +34,14 @@ _GONE_CLASSES = ("08", "53", "57P", "58")
 _FATAL = {"57P04"}
 
 
-class PostgreSQL(Dialect):
+class PostgreSQL(OnConflict, Dialect):
     """READ COMMITTED by name, whatever the server's default is: the claim relies on it."""
 
     backends = ("postgresql", "postgres")
     drivers = (("psycopg", "psycopg"), ("psycopg2", "psycopg2"))
     install = "pip install 'celery-taskgate[postgresql]'"
     notifies = True
+    insert_of = insert
     # libpq has no time limit for an answer, and neither driver adds one.
     waits_for_ever = True
     begin = "BEGIN ISOLATION LEVEL READ COMMITTED"
@@ -109,33 +111,13 @@ class PostgreSQL(Dialect):
         status = conn.execute(sa.select(sa.func.txid_status(sa.cast(mark, sa.BigInteger)))).scalar()
         return {"committed": True, "aborted": False}.get(str(status))
 
-    def insert_or_ignore(self, table: sa.Table) -> sa.Insert:
-        return insert(table).on_conflict_do_nothing()
-
-    def insert(self, table: sa.Table) -> Any:
-        return insert(table)
-
-    def inserted(self, insert: Any, column: sa.Column[Any]) -> sa.ColumnElement[Any]:
-        return insert.excluded[column.name]  # type: ignore[no-any-return]  # of the insert, which differs by dialect
-
-    def upsert(
-        self,
-        insert: Any,
-        *,
-        keys: Sequence[sa.Column[Any]],
-        values: Mapping[str, Any],
-        where: sa.ColumnElement[bool] | None = None,
-        outcome: sa.Column[Any] | None = None,
-    ) -> sa.Insert:
-        upsert = insert.on_conflict_do_update(index_elements=keys, set_=values, where=where)
+    def upsert(self, insert: Any, **how: Any) -> sa.Insert:
+        upsert = super().upsert(insert, **how)
         # A driver's row count is not kept for an INSERT; a row that was stored is returned.
-        return upsert if where is None else upsert.returning(*keys)  # type: ignore[no-any-return]  # as above
+        return upsert if how.get("where") is None else upsert.returning(*how["keys"])
 
     def took_effect(self, result: sa.CursorResult[Any]) -> bool:
         return result.first() is not None
-
-    def ignore_known(self, insert: Any, keys: Sequence[sa.Column[Any]]) -> sa.Insert:
-        return insert.on_conflict_do_nothing()  # type: ignore[no-any-return]  # as above
 
     def notification(self, channel: sa.ColumnElement[str], text: sa.ColumnElement[str]) -> sa.Select[Any]:
         return sa.select(self.telling(channel, text))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,12 +14,13 @@ from sqlalchemy.engine.interfaces import DBAPIConnection
 from ..errors import ConfigError
 from ..settings import BrokerSettings
 from .base import Dialect, Verdict
+from .on_conflict import OnConflict
 
 #: RETURNING came with 3.35 (2021-03), which also is the oldest that Python 3.10's installers ship.
 OLDEST = (3, 35, 0)
 
 
-class SQLite(Dialect):
+class SQLite(OnConflict, Dialect):
     """WAL journal and BEGIN IMMEDIATE: readers never block, writers queue up instead of failing half-way."""
 
     backends = ("sqlite",)
@@ -29,6 +30,7 @@ class SQLite(Dialect):
     # Its library keeps the locks of a process in memory: a child that opens the file again would believe that it
     # holds what the parent holds (sqlite.org, "How To Corrupt An SQLite Database File", 2.7).
     survives_fork = False
+    insert_of = insert
     skip_locked = False
     probe_every = 0.05
     explain_words = "EXPLAIN QUERY PLAN"
@@ -81,29 +83,6 @@ class SQLite(Dialect):
         if any(part in text for part in ("disk is full", "disk I/O error", "unable to open", "closed database")):
             return Verdict.GONE
         return Verdict.FATAL
-
-    def insert_or_ignore(self, table: sa.Table) -> sa.Insert:
-        return insert(table).on_conflict_do_nothing()
-
-    def insert(self, table: sa.Table) -> Any:
-        return insert(table)
-
-    def inserted(self, insert: Any, column: sa.Column[Any]) -> sa.ColumnElement[Any]:
-        return insert.excluded[column.name]  # type: ignore[no-any-return]  # of the insert, which differs by dialect
-
-    def upsert(
-        self,
-        insert: Any,
-        *,
-        keys: Sequence[sa.Column[Any]],
-        values: Mapping[str, Any],
-        where: sa.ColumnElement[bool] | None = None,
-        outcome: sa.Column[Any] | None = None,
-    ) -> sa.Insert:
-        return insert.on_conflict_do_update(index_elements=keys, set_=values, where=where)  # type: ignore[no-any-return]  # as above
-
-    def ignore_known(self, insert: Any, keys: Sequence[sa.Column[Any]]) -> sa.Insert:
-        return insert.on_conflict_do_nothing()  # type: ignore[no-any-return]  # as above
 
     def change_mark(self, conn: sa.Connection) -> object | None:
         # Numbers of different connections mean nothing to each other, so the connection is part of the mark.
