@@ -11,6 +11,7 @@ from celery import Celery, states
 
 from celery_ext.backend import TaskgateBackend
 from kombu_taskgate.core.settings import BrokerSettings
+from tests.workers.harness import close_pools
 
 
 def make_app(settings: BrokerSettings, **conf: Any) -> Celery:
@@ -43,8 +44,7 @@ def close(app: Celery) -> None:
     backend.result_consumer.stop()
     if backend._broker is not None:
         backend._broker.close()
-    app.amqp.producer_pool.force_close_all()
-    app.pool.force_close_all()
+    close_pools(app)
     app.close()
 
 
