@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
+from kombu import pools
 
 from kombu_taskgate.core.settings import BrokerSettings
 from kombu_taskgate.testing.stores import InDatabase, InMemory
@@ -25,6 +26,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for service in ("postgresql", "mysql", "redis", "rabbitmq"):
             if f"{service}_url" in getattr(item, "fixturenames", ()):
                 item.add_marker(service)
+
+
+@pytest.fixture(autouse=True)
+def closed_pools_forgotten() -> Iterator[None]:
+    """All apps of one broker share kombu's pools: one that a test has closed would be the next test's too."""
+    yield
+    for group in (pools.producers, pools.connections):
+        for key in [key for key, pool in group.items() if pool._closed]:
+            dict.__delitem__(group, key)  # the keys are hashes, and kombu's own would hash them again
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ from celery import Celery, states
 
 from celery_ext.backend import TaskgateBackend
 from kombu_taskgate.core.settings import BrokerSettings
-from tests.workers.harness import close_pools
 
 
 def make_app(settings: BrokerSettings, **conf: Any) -> Celery:
@@ -44,7 +43,8 @@ def close(app: Celery) -> None:
     backend.result_consumer.stop()
     if backend._broker is not None:
         backend._broker.close()
-    close_pools(app)
+    app.amqp.producer_pool.force_close_all()
+    app.pool.force_close_all()
     app.close()
 
 

@@ -118,6 +118,16 @@ def lab(make_lab: MakeLab, main_url: str) -> Lab:
     return lab
 
 
+def heard_of_workers(site: Site, lab: Lab) -> str:
+    """The page of workers, once all are on it: a task is heard of by the events of one of them."""
+
+    def page() -> str:
+        text = site.page("/workers")
+        return text if all(worker.name in text for worker in lab.workers) and "Offline" not in text else ""
+
+    return wait_for(page, 20, "Flower has heard of the workers")
+
+
 def test_pages(lab: Lab, start_flower: Callable[..., Site]) -> None:
     """Workers online, finished tasks, one task's details, and the queues with their lengths; nowhere a password."""
     site = start_flower(lab, "taskgate-flower")
@@ -128,8 +138,7 @@ def test_pages(lab: Lab, start_flower: Callable[..., Site]) -> None:
     )
     waiting = [lab.send("work", 0, countdown=3600) for _ in range(4)]
 
-    workers = site.page("/workers")
-    assert all(worker.name in workers for worker in lab.workers)
+    workers = heard_of_workers(site, lab)
     assert workers.count("Online") >= 3
     assert "Offline" not in workers
     tasks = site.page("/tasks")
@@ -154,8 +163,7 @@ def test_flowers_own_command(lab: Lab, start_flower: Callable[..., Site]) -> Non
     site = start_flower(lab, "flower")
     id = lab.send("work", 0.01)
     wait_for(lambda: id in site.get("/api/tasks"), 20, "Flower has heard of the task")
-    workers = site.page("/workers")
-    assert all(worker.name in workers for worker in lab.workers)
+    heard_of_workers(site, lab)
     assert id in site.page("/tasks")
     assert "'taskgate' broker is not supported" in site.page("/broker")
     worker, *others = lab.workers

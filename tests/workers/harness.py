@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from celery import Celery
-from kombu import pools
 
 from kombu_taskgate.core.factory import open_broker
 from kombu_taskgate.core.model import FINAL, Filter, State, Task
@@ -234,7 +233,8 @@ class Lab:
             if process.stdout is not None:
                 process.stdout.close()
         # An app leaves the connections of its pools open, until they are collected or the process ends.
-        close_pools(self.app)
+        self.app.amqp.producer_pool.force_close_all()
+        self.app.pool.force_close_all()
         self.app.close()
         self.broker.close()
 
@@ -339,14 +339,6 @@ def proxy_for(url: str, default_port: int) -> Iterator[tuple[Proxy, str]]:
         yield proxy, parsed.set(host="127.0.0.1", port=proxy.port).render_as_string(hide_password=False)
     finally:
         proxy.close()
-
-
-def close_pools(app: Celery) -> None:
-    """Close an app's pools, and let kombu forget them: all apps of one broker share them, later ones too."""
-    for group, pool in ((pools.producers, app.amqp.producer_pool), (pools.connections, app.pool)):
-        pool.force_close_all()
-        for key in [key for key, known in group.items() if known is pool]:
-            dict.__delitem__(group, key)  # the keys are hashes, and kombu's own would hash them again
 
 
 def merge(*parts: Mapping[str, Any]) -> dict[str, Any]:
