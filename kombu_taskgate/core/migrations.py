@@ -77,6 +77,11 @@ def _answers(conn: sa.Connection, tables: Tables) -> None:
     _add_index(conn, tables.tasks, f"{tables.prefix}tasks_answer")
 
 
+def _schedules(conn: sa.Connection, tables: Tables) -> None:
+    for table in (tables.terms, tables.candidates, tables.entries, tables.ticks):
+        table.create(conn, checkfirst=True)
+
+
 #: Step n brings version n-1 to version n.
 STEPS: tuple[Step, ...] = (
     _tasks_and_leases,
@@ -88,6 +93,7 @@ STEPS: tuple[Step, ...] = (
     _unique_keys,
     _waits,
     _answers,
+    _schedules,
 )
 SCHEMA_VERSION = len(STEPS)
 

@@ -59,6 +59,10 @@ class Tables:
         self.chords = self._chords()
         self.chord_parts = self._chord_parts()
         self.waits = self._waits()
+        self.terms = self._terms()
+        self.candidates = self._candidates()
+        self.entries = self._entries()
+        self.ticks = self._ticks()
 
     def _table(self, name: str, *parts: sa.Column[Any] | sa.Index, **options: Any) -> sa.Table:
         return sa.Table(self.prefix + name, self.metadata, *parts, **self._options, **options)
@@ -305,4 +309,68 @@ class Tables:
             sa.Column("stored_at", sa.BigInteger, nullable=False),
             sa.Column("payload", self._dialect.blob_type, nullable=False),
             self._index("chord_parts_stored", "stored_at"),
+        )
+
+    def _terms(self) -> sa.Table:
+        return self._table(
+            "terms",
+            _name("key_", primary_key=True),
+            _name("holder", nullable=False),
+            sa.Column("number", sa.BigInteger, nullable=False),
+            sa.Column("acquired_at", sa.BigInteger, nullable=False),
+            sa.Column("renewed_at", sa.BigInteger, nullable=False),
+            sa.Column("until_", sa.BigInteger, nullable=False),
+            # For how long it was given at a time: a longer one dates from before the clock was set back.
+            sa.Column("ttl_ms", sa.BigInteger, nullable=False),
+        )
+
+    def _candidates(self) -> sa.Table:
+        return self._table(
+            "candidates",
+            _name("key_", primary_key=True),
+            _name("holder", primary_key=True),
+            sa.Column("since", sa.BigInteger, nullable=False),
+            sa.Column("seen_at", sa.BigInteger, nullable=False),
+        )
+
+    def _entries(self) -> sa.Table:
+        # Made to be written by hand as well: all but key_, name, task and schedule has a default.
+        return self._table(
+            "entries",
+            _name("key_", primary_key=True),
+            _name("name", primary_key=True),
+            sa.Column("source", sa.String(10), nullable=False, server_default="added"),
+            _name("task", nullable=False),
+            sa.Column("schedule", sa.String(MAX_NAME), nullable=False),
+            _name("timezone", nullable=False, server_default=""),
+            sa.Column("args", self._dialect.text_type),
+            sa.Column("kwargs", self._dialect.text_type),
+            sa.Column("options", self._dialect.text_type),
+            sa.Column("enabled", sa.SmallInteger, nullable=False, server_default="1"),
+            sa.Column("no_overlap", sa.SmallInteger, nullable=False, server_default="0"),
+            sa.Column("one_off", sa.SmallInteger, nullable=False, server_default="0"),
+            sa.Column("starting_deadline", sa.Float(53)),
+            sa.Column("base_at", sa.BigInteger),
+            sa.Column("last_run_at", sa.BigInteger),
+            sa.Column("last_due_at", sa.BigInteger),
+            sa.Column("total_run_count", sa.BigInteger, nullable=False, server_default="0"),
+            sa.Column("requested_at", sa.BigInteger),
+            sa.Column("created_at", sa.BigInteger, nullable=False, server_default="0"),
+            sa.Column("changed_at", sa.BigInteger, nullable=False, server_default="0"),
+        )
+
+    def _ticks(self) -> sa.Table:
+        return self._table(
+            "ticks",
+            _name("key_", primary_key=True),
+            _name("name", primary_key=True),
+            sa.Column("due_at", sa.BigInteger, primary_key=True, autoincrement=False),
+            sa.Column("state", sa.String(10), nullable=False),
+            _name("task_id", nullable=False, server_default=""),
+            sa.Column("sent_at", sa.BigInteger, nullable=False),
+            # Number of the term under which it was sent.
+            sa.Column("term", sa.BigInteger, nullable=False),
+            self._index("ticks_due", "key_", "due_at"),
+            self._index("ticks_sent", "sent_at"),
+            self._index("ticks_unsent", "state", where="state = 'sending'"),
         )

@@ -1,0 +1,88 @@
+"""Terms: who leads what, and until when. The store decides, by its own clock and in one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(slots=True, frozen=True)
+class Term:
+    """One leadership, as the store saw it. Instants are milliseconds by the store's clock.
+
+    Args:
+        key: what is led.
+        holder: who leads, or was the last to lead.
+        number: grows with each leadership of the key, never falls, and fences what the leader writes.
+        acquired_at: when it began.
+        renewed_at: when its holder last said that it goes on.
+        until: when it ends unless it is renewed.
+        seen_at: the store's time when this was read.
+    """
+
+    key: str
+    holder: str
+    number: int
+    acquired_at: int
+    renewed_at: int
+    until: int
+    seen_at: int
+
+    @property
+    def left(self) -> float:
+        """Seconds that it had left when it was read; 0 or less: it is over."""
+        return (self.until - self.seen_at) / 1000
+
+
+@dataclass(slots=True, frozen=True)
+class Candidate:
+    """Somebody who stands by to lead. Instants are milliseconds by the store's clock."""
+
+    key: str
+    holder: str
+    since: int
+    seen_at: int
+    #: The store's time when this was read.
+    now: int
+
+
+class LeaseStore(Protocol):
+    """Where terms are kept. Every method is atomic and may be called from any thread; may raise ``StoreUnavailable``.
+
+    The guarantee: by the store's clock no two terms of a key overlap, and their numbers only grow; also after the row
+    was deleted, and when the clock was set back. The guarantee it does not give: a holder that is frozen does not
+    notice that its term is over. What it writes must be fenced with the number where that matters, in the transaction
+    that writes.
+    """
+
+    def try_acquire(self, key: str, holder: str, ttl: float, *, above: int = 0) -> Term | None:
+        """Begin or renew a term; ``None`` when somebody else's is still valid.
+
+        A holder whose own term is valid keeps its number; ``until`` becomes now + ``ttl``. One whose term is over
+        begins a new one, as anybody else would. A term that ends later than its own ttl from now was given before the
+        clock was set back, and is over. A new number is ``max(the last number, above, now in ms) + 1``.
+
+        Args:
+            key: what is to be led, 1 to 255 characters.
+            holder: unique to the process (and to its start), 1 to 255 characters.
+            ttl: seconds.
+            above: highest number that the caller has seen.
+
+        Raises:
+            ConfigError: a name or the ttl is out of bounds.
+        """
+
+    def release(self, key: str, holder: str) -> bool:
+        """End the holder's term now, so that others need not wait; returns whether it was its own and valid."""
+
+    def current(self, key: str) -> Term | None:
+        """The newest term, over or not (see :attr:`Term.left`); ``None``: there was none. A cheap read."""
+
+    def register(self, key: str, holder: str) -> None:
+        """Say that a candidate is alive."""
+
+    def withdraw(self, key: str, holder: str) -> None:
+        """Forget a candidate. Idempotent."""
+
+    def candidates(self, key: str) -> list[Candidate]:
+        """Who has said so within the last day, the most recent first."""
