@@ -140,7 +140,7 @@ def test_task_that_kills_its_worker(make_lab: MakeLab, main_url: str, results: d
     lab.start_worker("-c1", "-Q", "other")  # reaps, and answers for what nobody else does
     killer = with_errback(lab, "kill_worker").apply_async(queue="deadly")
     for number in range(1, losses + 1):
-        worker = lab.start_worker("-c1", "-Q", "deadly")
+        worker = lab.start_worker("-c1", "-Q", "deadly", ready=False)  # it may be dead before it says so
         wait_for(lambda worker=worker: not worker.alive, 30, f"worker {number} is killed")  # type: ignore[misc]
         assert state_of(lab, killer.id) == states.PENDING
         died = time.monotonic()

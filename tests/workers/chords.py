@@ -16,6 +16,7 @@ from typing import Any
 from celery import Task, chord, group, shared_task
 
 from celery_ext.backend import TaskgateBackend
+from celery_ext.lease import lease_of
 from kombu_taskgate.core.chords import Chord
 from tests.workers.app import note
 
@@ -130,7 +131,8 @@ def invites(self: Task, value: Any) -> Any:
 @shared_task(bind=True)
 def body(self: Task, values: Any) -> Any:
     """What a chord ends in."""
-    note("body", self, values=len(values) if isinstance(values, list) and len(values) > 100 else values)
+    run = lease_of(self.request).execution
+    note("body", self, execution=run, values=len(values) if isinstance(values, list) and len(values) > 100 else values)
     return values
 
 
