@@ -32,6 +32,7 @@ from .model import (
 )
 from .results import Results
 from .revocations import Revocations
+from .terms import LeaseStore
 from .topology import Topology
 from .wakeup import Wakeup
 from .watch import Wake, Watch
@@ -57,6 +58,10 @@ class Broker(Protocol):
     @property
     def chords(self) -> Chords:
         """Headers of tasks that wait for each other."""
+
+    @property
+    def terms(self) -> LeaseStore:
+        """Who leads what, among all processes."""
 
     @property
     def to_answer(self) -> Wakeup:

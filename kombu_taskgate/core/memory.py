@@ -37,6 +37,7 @@ from .errors import (
 from .memory_chords import ChordRow, MemoryChords
 from .memory_results import MemoryResults
 from .memory_revocations import MemoryRevocations
+from .memory_terms import MemoryTerms, TermRow
 from .memory_topology import MemoryTopology
 from .model import (
     ANSWER_WITHIN,
@@ -134,6 +135,9 @@ class MemoryStore:
         self.results: dict[str, Result] = {}
         self.groups: dict[str, tuple[bytes, int | None]] = {}
         self.chords: dict[str, ChordRow] = {}
+        self.terms: dict[str, TermRow] = {}
+        #: (key, holder) -> since when it stands by, and when it last said so (ms).
+        self.candidates: dict[tuple[str, str], tuple[int, int]] = {}
         self.watchers = Watchers()
         #: Of all its brokers: they are in one process.
         self.to_answer = Wakeup()
@@ -193,6 +197,7 @@ class MemoryBroker:
         self.revocations = MemoryRevocations(self._store, self._clock)
         self.results = MemoryResults(self._store, self._clock, settings, self._transaction, self._said)
         self.chords = MemoryChords(self._store, self._clock, settings, self.enqueue_many)
+        self.terms = MemoryTerms(self._store, self._clock)
 
     # -- publishing ---------------------------------------------------------------------------------
 

@@ -5,6 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from .errors import ConfigError
+from .settings import LONGEST, check_name
+
+#: A term that ends later than so many of its own ttl from now was given before the clock was set back. More than one,
+#: so that a clock that is corrected by a little takes no term away from a holder that trusts it.
+TOO_LONG = 2
+#: Candidates are remembered for so many seconds after they were last seen.
+REMEMBERED = 86400.0
+#: A number is less than this: every store holds it exactly.
+HIGHEST = 2**52
+
 
 @dataclass(slots=True, frozen=True)
 class Term:
@@ -59,8 +70,9 @@ class LeaseStore(Protocol):
         """Begin or renew a term; ``None`` when somebody else's is still valid.
 
         A holder whose own term is valid keeps its number; ``until`` becomes now + ``ttl``. One whose term is over
-        begins a new one, as anybody else would. A term that ends later than its own ttl from now was given before the
-        clock was set back, and is over. A new number is ``max(the last number, above, now in ms) + 1``.
+        begins a new one, as anybody else would. A term that ends later than twice its own ttl from now was given before
+        the clock was set back, and is over. A new number is ``max(the last number, above, now in ms) + 1``.
+        Where somebody is just writing under a term that is over, that may count as valid until it is written.
 
         Args:
             key: what is to be led, 1 to 255 characters.
@@ -86,3 +98,13 @@ class LeaseStore(Protocol):
 
     def candidates(self, key: str) -> list[Candidate]:
         """Who has said so within the last day, the most recent first."""
+
+
+def check(key: str, holder: str, ttl: float = 1.0, above: int = 0) -> None:
+    """Raise ConfigError for what no store can hold."""
+    check_name(key, "term")
+    check_name(holder, "holder")
+    if not 0.001 <= ttl <= LONGEST:
+        raise ConfigError(f"the ttl of term {key!r} must be 0.001 seconds to 100 years, not {ttl!r}")
+    if not 0 <= above < HIGHEST:
+        raise ConfigError(f"no number of a term is {above!r}: above must be at least 0 and less than {HIGHEST}")

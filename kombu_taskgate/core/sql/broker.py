@@ -38,6 +38,7 @@ from ..result_statements import ResultStatements
 from ..schema import LANE_BLOCKED, LANE_DELAYED, LANE_READY, Tables
 from ..settings import BrokerSettings, check_name, check_payload, storable
 from ..statements import ANSWER, ENDS, LOST, RUNS, Statements
+from ..term_statements import TermStatements
 from ..wakeup import Wakeup
 from ..watch import Polling, Wake, Watch
 from . import answers, claim, control, leases, publish, queries, quota, settle, waits
@@ -45,6 +46,7 @@ from .chords import SqlChords
 from .looks import Looks, channel_name
 from .results import SqlResults
 from .revocations import SqlRevocations
+from .terms import SqlTerms
 from .topology import SqlTopology
 from .work import Work, repeat
 
@@ -98,6 +100,7 @@ class SqlBroker:
             self.work_together,
         )
         self.chords = SqlChords(self.database, results, self.work_together, self._max_payload, self._insert_returning)
+        self.terms = SqlTerms(self.database, TermStatements(self.sql))
         self._extend = self.sql.extend(ttls, to_ms(settings.lease_ttl))
         self._wakeup = Wakeup()
         self.to_answer = Wakeup()

@@ -18,6 +18,7 @@ from .roundtrip import RoundTripCases
 from .sessions import SessionCases
 from .settle import SettleCases
 from .sqlonly import SqlCases
+from .terms import TermCases
 from .topology import TopologyCases
 from .transitions import TransitionCases
 from .unique import UniqueCases
@@ -37,6 +38,7 @@ class BrokerContract(
     RevocationCases,
     ResultCases,
     ChordCases,
+    TermCases,
     QueryCases,
     ReplayCases,
     UniqueCases,
