@@ -32,6 +32,7 @@ from .model import (
 )
 from .results import Results
 from .revocations import Revocations
+from .schedules import Schedules
 from .terms import LeaseStore
 from .topology import Topology
 from .wakeup import Wakeup
@@ -62,6 +63,10 @@ class Broker(Protocol):
     @property
     def terms(self) -> LeaseStore:
         """Who leads what, among all processes."""
+
+    @property
+    def schedules(self) -> Schedules:
+        """Periodic entries, and the ticks that were sent; :meth:`prune` sweeps them."""
 
     @property
     def to_answer(self) -> Wakeup:
@@ -265,7 +270,7 @@ class Broker(Protocol):
     def prune(self, limit: int = 1000) -> int:
         """Delete at most ``limit`` final executions past their keeping time, and what only they needed.
 
-        Also at most ``limit`` revocations past theirs. Returns the larger of the two numbers.
+        Also at most ``limit`` revocations and ``limit`` ticks past theirs. Returns the largest of these numbers.
         """
 
     # -- control ------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from .errors import (
 from .memory_chords import ChordRow, MemoryChords
 from .memory_results import MemoryResults
 from .memory_revocations import MemoryRevocations
+from .memory_schedules import MemorySchedules
 from .memory_terms import MemoryTerms, TermRow
 from .memory_topology import MemoryTopology
 from .model import (
@@ -62,6 +63,7 @@ from .model import (
 )
 from .results import Finality, NewResult, Result, left_nothing, parent_ended
 from .revocations import Revocation
+from .schedules import KEEP_TICKS, Entry, Tick
 from .settings import BrokerSettings, check_name
 from .topology import Binding, Exchange, Queue
 from .wakeup import Wakeup
@@ -138,6 +140,9 @@ class MemoryStore:
         self.terms: dict[str, TermRow] = {}
         #: (key, holder) -> since when it stands by, and when it last said so (ms).
         self.candidates: dict[tuple[str, str], tuple[int, int]] = {}
+        #: Schedule -> its entries by name; (schedule, entry, due time) -> tick.
+        self.entries: dict[str, dict[str, Entry]] = {}
+        self.ticks: dict[tuple[str, str, int], Tick] = {}
         self.watchers = Watchers()
         #: Of all its brokers: they are in one process.
         self.to_answer = Wakeup()
@@ -198,6 +203,7 @@ class MemoryBroker:
         self.results = MemoryResults(self._store, self._clock, settings, self._transaction, self._said)
         self.chords = MemoryChords(self._store, self._clock, settings, self.enqueue_many)
         self.terms = MemoryTerms(self._store, self._clock)
+        self.schedules = MemorySchedules(self._store, self._clock, self.terms, self.enqueue_many)
 
     # -- publishing ---------------------------------------------------------------------------------
 
@@ -658,7 +664,7 @@ class MemoryBroker:
                 del self._store.sessions[session]
             for key, window in [k for k, (start, _) in self._store.quotas.items() if start + k[1] <= now]:
                 del self._store.quotas[key, window]
-        return max(len(old), self.revocations.sweep(limit))
+        return max(len(old), self.revocations.sweep(limit), self.schedules.sweep(KEEP_TICKS, limit))
 
     def _kept_until(self, row: _Row) -> int:
         if row.state not in FINAL:

@@ -10,6 +10,9 @@ from typing import Protocol
 from .model import NewTask
 from .terms import Term
 
+#: Seconds for which ticks are kept after they were sent.
+KEEP_TICKS = 7 * 86_400.0
+
 
 class Source(str, Enum):
     """Where an entry comes from."""
@@ -142,15 +145,19 @@ class Schedules(Protocol):
     """
 
     def entries(self, key: str) -> list[Entry]:
-        """All entries of a schedule, by name."""
+        """All entries of a schedule, by name.
+
+        Rows may be written by hand: what is missing or makes no sense in one counts as not said.
+        """
 
     def add(self, key: str, entry: Entry, *, replace: bool = False) -> bool:
         """Store an ADDED entry; returns whether it did: not when there is one of this name and ``replace`` is off.
 
-        With ``replace`` the definition of an ADDED one is replaced and its state kept, but as in :meth:`change`.
+        A new one is stored with the state that it has (``base_at``, say). With ``replace`` the definition of an ADDED
+        one is replaced and its state kept, but as in :meth:`change`.
 
         Raises:
-            ConfigError: the name is out of bounds, or is an entry's that is not ADDED.
+            ConfigError: the name or another field is out of bounds, or the name is an entry's that is not ADDED.
         """
 
     def change(self, key: str, name: str, **changes: object) -> bool:
@@ -160,7 +167,8 @@ class Schedules(Protocol):
         counts from when the leader sees it, so that what was due before is not sent.
 
         Raises:
-            ConfigError: an unknown field, or one that is not ``enabled`` of an entry that is not ADDED.
+            ConfigError: an unknown field, a value that is out of bounds, or a field that is not ``enabled`` of an entry
+                that is not ADDED.
         """
 
     def remove(self, key: str, name: str) -> bool:
@@ -171,14 +179,22 @@ class Schedules(Protocol):
         """
 
     def request(self, key: str, name: str) -> bool:
-        """Ask for one tick now, beside the entry's times; returns whether the entry is there."""
+        """Ask for one tick now, beside the entry's times; returns whether the entry is there.
+
+        Each request has a ``requested_at`` of its own; one that was not answered gives way to the next.
+        """
 
     def sync(self, term: Term, entries: Sequence[Entry]) -> None:
         """Let the CODE entries of the term's key be these. Fenced.
 
-        New ones are stored; of known ones task, schedule and timezone are replaced, and ``base_at`` becomes unknown
-        when schedule or timezone have changed; those that are not among them are deleted, with their state. An ADDED
-        entry of the same name is left alone, and is the one that counts.
+        New ones are stored with the state that they have. Of known ones the definition is replaced, but for
+        ``enabled``, and ``base_at`` becomes unknown when schedule or timezone have changed. Those that are not among
+        them are deleted, with their state. An ADDED entry of the same name is left alone, and is the one that counts; a
+        FOREIGN one becomes the CODE's and keeps its state.
+
+        Raises:
+            NotLeader: see above.
+            ConfigError: a name is out of bounds. Nothing is stored.
         """
 
     def tick(self, term: Term, tick: Tick, progress: Progress, tasks: Sequence[NewTask] = ()) -> bool:
@@ -187,7 +203,7 @@ class Schedules(Protocol):
         The entry's ``last_run_at``, ``last_due_at`` and ``total_run_count`` follow unless the tick is SKIPPED.
         Returns whether it was stored. Not when the entry is gone, is disabled, or has another base than was seen:
         then nothing is changed. Nor when the tick (entry, due time) is there already: then only the base (and the
-        request) is.
+        request) is, and no task is enqueued.
 
         Args:
             term: under which it is sent; names the schedule.
@@ -198,14 +214,15 @@ class Schedules(Protocol):
         Raises:
             NotLeader: see above.
             TaskExists: a task has a unique key that is taken. Nothing was stored.
-            ConfigError: there are tasks, and the store has no queues (Redis).
+            PayloadTooLarge: a task's payload is. Nothing was stored.
+            ConfigError: a name is out of bounds, or there are tasks and the store has no queues (Redis).
         """
 
     def rebase(self, term: Term, name: str, seen_base: int | None, base_at: int) -> bool:
         """Change an entry's ``base_at`` if it is what was seen. Fenced. Returns whether it was."""
 
     def sent(self, key: str, name: str, due_at: int) -> None:
-        """A tick that was SENDING has been sent. Not fenced: whoever has sent it says so."""
+        """A tick that was SENDING has been sent, now. Not fenced: whoever has sent it says so. Idempotent."""
 
     def unsent(self, key: str) -> list[Tick]:
         """Ticks that are SENDING, in the order of their due times."""
