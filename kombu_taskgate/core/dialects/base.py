@@ -174,6 +174,13 @@ class Dialect:
         """
         return None
 
+    def end_when_idle(self, conn: sa.Connection, seconds: float) -> None:
+        """Have the server end the running transaction when its client says nothing for so long.
+
+        For a transaction whose locks others must not wait for: a client that is frozen keeps its connection alive.
+        """
+        raise NotImplementedError
+
     def notification(self, channel: sa.ColumnElement[str], text: sa.ColumnElement[str]) -> sa.Select[Any]:
         """Send a text to those who listen to the channel, when the transaction commits."""
         raise NotImplementedError

@@ -111,6 +111,9 @@ class PostgreSQL(OnConflict, Dialect):
         status = conn.execute(sa.select(sa.func.txid_status(sa.cast(mark, sa.BigInteger)))).scalar()
         return {"committed": True, "aborted": False}.get(str(status))
 
+    def end_when_idle(self, conn: sa.Connection, seconds: float) -> None:
+        conn.exec_driver_sql(f"SET LOCAL idle_in_transaction_session_timeout = {max(1, to_ms(seconds))}")
+
     def upsert(self, insert: Any, **how: Any) -> sa.Insert:
         upsert = super().upsert(insert, **how)
         # A driver's row count is not kept for an INSERT; a row that was stored is returned.

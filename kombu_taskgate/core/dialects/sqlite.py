@@ -84,6 +84,9 @@ class SQLite(OnConflict, Dialect):
             return Verdict.GONE
         return Verdict.FATAL
 
+    def end_when_idle(self, conn: sa.Connection, seconds: float) -> None:
+        """Nobody can: a process that is frozen inside a transaction keeps all others from writing until it goes on."""
+
     def change_mark(self, conn: sa.Connection) -> object | None:
         # Numbers of different connections mean nothing to each other, so the connection is part of the mark.
         connection = conn.info.setdefault("taskgate_mark", object())

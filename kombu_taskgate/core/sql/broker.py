@@ -35,6 +35,8 @@ from ..model import (
 )
 from ..notifier import BINDINGS, Notifier, work_in
 from ..result_statements import ResultStatements
+from ..schedule_statements import ScheduleStatements
+from ..schedules import KEEP_TICKS
 from ..schema import LANE_BLOCKED, LANE_DELAYED, LANE_READY, Tables
 from ..settings import BrokerSettings, check_name, check_payload, storable
 from ..statements import ANSWER, ENDS, LOST, RUNS, Statements
@@ -46,6 +48,7 @@ from .chords import SqlChords
 from .looks import Looks, channel_name
 from .results import SqlResults
 from .revocations import SqlRevocations
+from .schedules import SqlSchedules
 from .terms import SqlTerms
 from .topology import SqlTopology
 from .work import Work, repeat
@@ -100,7 +103,16 @@ class SqlBroker:
             self.work_together,
         )
         self.chords = SqlChords(self.database, results, self.work_together, self._max_payload, self._insert_returning)
-        self.terms = SqlTerms(self.database, TermStatements(self.sql))
+        terms = TermStatements(self.sql)
+        self.terms = SqlTerms(self.database, terms)
+        self.schedules = SqlSchedules(
+            self.database,
+            ScheduleStatements(self.sql),
+            terms,
+            self.work_together,
+            self._max_payload,
+            self._insert_returning,
+        )
         self._extend = self.sql.extend(ttls, to_ms(settings.lease_ttl))
         self._wakeup = Wakeup()
         self.to_answer = Wakeup()
@@ -510,7 +522,7 @@ class SqlBroker:
     def prune(self, limit: int = 1000) -> int:
         """See the contract."""
         number = self._run(lambda work: control.prune(work, limit), confirm=repeat)
-        return max(number, self.revocations.sweep(limit))
+        return max(number, self.revocations.sweep(limit), self.schedules.sweep(KEEP_TICKS, limit))
 
     # -- control -------------------------------------------------------------------------------------
 

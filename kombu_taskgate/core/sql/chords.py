@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import sqlalchemy as sa
 
 from ..chords import REMEMBER, Chord, ChordPart, ChordState
 from ..clock import to_ms
-from ..database import Confirm, Database
+from ..database import Database
 from ..model import NewTask
 from ..result_statements import ResultStatements
 from ..settings import check_name, check_payload
 from . import publish
-from .work import Work, chunks, repeat
-
-T = TypeVar("T")
+from .work import Together, Work, chunks, repeat
 
 #: Parts that are deleted in the transaction that ends their chord; of larger ones the sweep does it.
 AT_ONCE = 1000
-
-
-class Together(Protocol):
-    """Runs something in one of the broker's transactions, see ``SqlBroker.work_together``."""
-
-    def __call__(self, part: Callable[[Work], T], confirm: Confirm[T] | None) -> T: ...
 
 
 class SqlChords:

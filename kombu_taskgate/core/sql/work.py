@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import sqlalchemy as sa
 
+from ..database import Confirm
 from ..model import State, StateChange
 from ..settings import BrokerSettings
 from ..statements import Statements
@@ -71,3 +72,9 @@ class Work:
         """Note a new execution."""
         if self.announce:
             self.changes.append(StateChange(id, queue, None, state))
+
+
+class Together(Protocol):
+    """Runs something in one of the broker's transactions, see ``SqlBroker.work_together``."""
+
+    def __call__(self, part: Callable[[Work], T], confirm: Confirm[T] | None) -> T: ...
