@@ -7,6 +7,7 @@ a holder stop sooner. Tests pass a :class:`Clock`, whose reading then replaces t
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
 
@@ -20,3 +21,12 @@ class Clock(Protocol):
 def to_ms(seconds: float) -> int:
     """Convert a duration in seconds to whole milliseconds (rounded)."""
     return round(seconds * 1000)
+
+
+#: The clock that goes on while the machine is suspended, where there is one (Linux).
+_SUSPENDED_TOO: int | None = getattr(time, "CLOCK_BOOTTIME", None)
+
+
+def local_time() -> float:
+    """Seconds by a local clock that is never set, and that counts the time for which the machine was suspended."""
+    return time.monotonic() if _SUSPENDED_TOO is None else time.clock_gettime(_SUSPENDED_TOO)
