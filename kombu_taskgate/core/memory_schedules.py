@@ -129,7 +129,7 @@ class MemorySchedules:
                 known[tick.name] = advance.entry
             return advance.stored
 
-    def rebase(self, term: Term, name: str, seen_base: int | None, base_at: int) -> bool:
+    def rebase(self, term: Term, name: str, seen_base: int | None, base_at: int | None) -> bool:
         """See the protocol."""
         with self._store.changed:
             self._fence(term)

@@ -207,7 +207,7 @@ def advanced(entry: Entry | None, tick: Tick, progress: Progress, *, known: bool
         if progress.source is not Source.FOREIGN:
             return Advance(None)
         entry = Entry(tick.name, Source.FOREIGN, base_at=progress.seen_base, created_at=now, changed_at=now)
-    if not entry.enabled or entry.base_at != progress.seen_base:
+    if entry.base_at != progress.seen_base or not (entry.enabled or progress.requested_at is not None):
         return Advance(None)
     answered = progress.requested_at is not None and entry.requested_at == progress.requested_at
     after = replace(entry, base_at=progress.base_at, requested_at=None if answered else entry.requested_at)

@@ -125,12 +125,13 @@ class Progress:
         seen_base: the entry's ``base_at`` as the leader knows it; when it is another by now, nothing is done.
         base_at: the new one.
         disable: the entry has done its work.
-        requested_at: the request that this answers; it is cleared if it is still that one.
+        requested_at: the request that this answers; it is cleared if it is still that one. A disabled entry is sent on
+            request too.
         source: FOREIGN: the entry is made if it is not there. Else one that is gone or disabled is not sent.
     """
 
     seen_base: int | None
-    base_at: int
+    base_at: int | None
     disable: bool = False
     requested_at: int | None = None
     source: Source = Source.ADDED
@@ -201,8 +202,8 @@ class Schedules(Protocol):
         """Store a tick, what it changes in its entry, and its messages, all in one transaction. Fenced.
 
         The entry's ``last_run_at``, ``last_due_at`` and ``total_run_count`` follow unless the tick is SKIPPED.
-        Returns whether it was stored. Not when the entry is gone, is disabled, or has another base than was seen:
-        then nothing is changed. Nor when the tick (entry, due time) is there already: then only the base (and the
+        Returns whether it was stored. Not when the entry is gone, is disabled (unless on request), or has another
+        base than was seen: then nothing is changed. Nor when the tick (entry, due time) is there already: then only the base (and the
         request) is, and no task is enqueued.
 
         Args:
@@ -218,8 +219,11 @@ class Schedules(Protocol):
             ConfigError: a name is out of bounds, or there are tasks and the store has no queues (Redis).
         """
 
-    def rebase(self, term: Term, name: str, seen_base: int | None, base_at: int) -> bool:
-        """Change an entry's ``base_at`` if it is what was seen. Fenced. Returns whether it was."""
+    def rebase(self, term: Term, name: str, seen_base: int | None, base_at: int | None) -> bool:
+        """Change an entry's ``base_at`` if it is what was seen. Fenced. Returns whether it was.
+
+        ``None`` makes it unknown again.
+        """
 
     def sent(self, key: str, name: str, due_at: int) -> None:
         """A tick that was SENDING has been sent, now. Not fenced: whoever has sent it says so. Idempotent."""

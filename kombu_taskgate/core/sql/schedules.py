@@ -196,7 +196,7 @@ class SqlSchedules:
 
         return self._together(part, confirm)
 
-    def rebase(self, term: Term, name: str, seen_base: int | None, base_at: int) -> bool:
+    def rebase(self, term: Term, name: str, seen_base: int | None, base_at: int | None) -> bool:
         """See the protocol."""
 
         def work(conn: sa.Connection) -> bool:
