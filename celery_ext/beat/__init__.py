@@ -1,0 +1,1 @@
+"""Beat on every replica: one schedules, the others stand by."""

@@ -1,0 +1,232 @@
+"""TaskgateScheduler: beat on every replica, of which exactly one schedules."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any, Protocol
+
+from celery.beat import Scheduler
+
+from kombu_taskgate.core.election import LeaderElector
+from kombu_taskgate.core.errors import NotLeader, StoreUnavailable, TaskgateError
+from kombu_taskgate.core.terms import Term
+
+from .. import signals
+from ..result_settings import broker_settings
+from .native import Native
+from .plan import Planned, code_entries
+from .sending import NotSent, Sender
+from .settings import beat_settings
+from .stores import Stores
+from .wrapping import Foreign, scheduler_class
+
+logger = logging.getLogger("celery_ext.beat")
+
+#: Longest time in seconds between two looks whether this replica leads, or is to end.
+LONGEST_WAIT = 1.0
+#: Seconds between two attempts to send what could not be sent.
+RETRY_EVERY = 0.5
+
+
+class Inner(Protocol):
+    """What does the scheduling under one term."""
+
+    @property
+    def schedule(self) -> Any:
+        """Its entries by name."""
+
+    def tick(self) -> float:
+        """Send what is due; returns after how many seconds there may be more to do."""
+
+    def sync(self) -> None:
+        """Write down what is not yet."""
+
+    def close(self) -> None:
+        """Close what it has opened."""
+
+
+class TaskgateScheduler(Scheduler):  # type: ignore[misc]  # Celery has no types
+    """``celery -A app beat -S taskgate``, on as many replicas as you like.
+
+    One of them leads and schedules; the others stand by, and the first of them that sees the leader's term end goes on
+    where it was. What leads is a term in the store (:class:`~kombu_taskgate.core.election.LeaderElector`); what is sent is
+    fenced with its number (:mod:`.sending`). Settings: see ``docs/beat.md``.
+
+    Args:
+        app: the Celery app.
+        max_interval: longest time in seconds between two passes of a wrapped scheduler.
+        lazy: only tell what would be scheduled; nothing is started.
+        options: further options for a wrapped scheduler.
+
+    Raises:
+        ConfigError: a setting, or an entry of ``beat_schedule``, can't be right.
+        SchemaError: the tables are newer than this code, or may not be created.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        schedule: Any = None,
+        max_interval: float | None = None,
+        Producer: Any = None,  # noqa: N803  # Celery's name
+        lazy: bool = False,
+        sync_every_tasks: int | None = None,
+        **options: Any,
+    ) -> None:
+        self._settings = beat_settings(app)
+        self._class = scheduler_class(self._settings.scheduler) if self._settings.scheduler else None
+        self._options = {**options, "Producer": Producer, "sync_every_tasks": sync_every_tasks}
+        if max_interval is not None:
+            self._options["max_interval"] = max_interval
+        self._code: dict[str, Planned] = {}
+        self._stores = Stores(self._settings)
+        self._changed = threading.Event()
+        self._inner: Inner | None = None
+        self._term: Term | None = None
+        self._busy_since: float | None = None
+        self._failing_since: float | None = None
+        self._elector = LeaderElector(
+            self._stores.terms,
+            self._settings.key,
+            ttl=self._settings.ttl,
+            interval=self._settings.interval,
+            on_gained=self._gained,
+            on_lost=self._lost,
+            fit=self._fit,
+        )
+        super().__init__(app, schedule, max_interval, Producer, lazy=True, sync_every_tasks=sync_every_tasks)
+        if not lazy:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Say at once what can't be right; a database that is away may come back."""
+        if self._class is None:
+            self._code = code_entries(self.app)
+        try:
+            self._stores.open()
+        except StoreUnavailable as error:
+            logger.warning("beat: %s can't be reached, and is tried again: %s", self._stores.shown, error)
+
+    # -- what Celery's beat asks ---------------------------------------------------------------------
+
+    @property
+    def info(self) -> str:
+        """For the banner."""
+        wraps = f" around {self._settings.scheduler}" if self._settings.scheduler else ""
+        return (
+            f"    . taskgate -> {self._settings.key}{wraps}\n"
+            f"    . lease -> {self._stores.shown} ({self._settings.ttl:g} s)"
+        )
+
+    def get_schedule(self) -> Any:
+        """The entries, where this replica leads."""
+        return self.data if self._inner is None else self._inner.schedule
+
+    def set_schedule(self, schedule: Any) -> None:
+        """Entries are in the code and in the store; Celery sets what it has when it begins."""
+        self.data = schedule
+
+    schedule = property(get_schedule, set_schedule)
+
+    def setup_schedule(self) -> None:
+        """Done by whoever leads, when it begins to."""
+
+    def tick(self, *_: Any, **__: Any) -> float:
+        """One pass: wait until there is something to do here, and do it."""
+        self._elector.start()
+        wait = self._pass()
+        if wait > 0:
+            # Not slept by Celery's service, which nobody can wake.
+            self._changed.wait(min(wait, LONGEST_WAIT))
+            self._changed.clear()
+        return 0.0
+
+    def sync(self) -> None:
+        """Let what is wrapped write down what it wants to."""
+        if self._inner is not None:
+            self._inner.sync()
+
+    def close(self) -> None:
+        """Resign, so that another replica goes on at once. Idempotent.
+
+        Celery calls it from a signal handler, and again when it ends. In the middle of a tick it waits for the second
+        call: the tick's transaction holds the row of the term.
+        """
+        if self._busy_since is not None:
+            return
+        inner, self._inner = self._inner, None
+        if inner is not None:
+            inner.close()
+        self._elector.stop()
+        self._stores.close()
+
+    # -- leading -------------------------------------------------------------------------------------
+
+    def _gained(self, term: Term) -> None:
+        logger.info("beat: leads %s, term %d", term.key, term.number)
+        signals.leadership_gained.send(term.key, term=term.number)
+        self._changed.set()
+
+    def _lost(self, term: Term) -> None:
+        logger.warning("beat: steps down from %s, term %d, and stands by", term.key, term.number)
+        signals.leadership_lost.send(term.key, term=term.number)
+        self._changed.set()
+
+    def _fit(self) -> bool:
+        """Whether this replica can do the work: not while a pass of it hangs."""
+        since = self._busy_since
+        return since is None or time.monotonic() - since < self._settings.ttl
+
+    def _leads(self, term: Term) -> bool:
+        now = self._elector.term
+        return now is not None and now.number == term.number
+
+    def _pass(self) -> float:
+        term = self._elector.term
+        if term is None or (self._term is not None and self._term.number != term.number):
+            self._drop()
+        if term is None:
+            return LONGEST_WAIT
+        self._busy_since = time.monotonic()
+        try:
+            if self._inner is None:
+                self._inner, self._term = self._make(term), term
+            wait = self._inner.tick()
+        except NotLeader as error:
+            logger.warning("beat: nothing is sent: %s", error)
+            self._drop()
+            return RETRY_EVERY
+        except (NotSent, TaskgateError) as error:
+            self._drop()
+            return self._failed(error)
+        finally:
+            self._busy_since = None
+        self._failing_since = None
+        return wait
+
+    def _make(self, term: Term) -> Inner:
+        # The broker's own settings, and not those of the stores, which are more impatient.
+        broker = broker_settings(self.app) if self._settings.is_broker else None
+        sender = Sender(self._stores.schedules, term, lambda: self._leads(term), broker)
+        if self._class is None:
+            return Native(self.app, self._stores, sender, self._code, self._elector.now_ms)
+        return Foreign(self._class, self.app, self._options, self._stores, sender, lambda: self._leads(term))
+
+    def _drop(self) -> None:
+        inner, self._inner, self._term = self._inner, None, None
+        if inner is not None:
+            inner.close()
+
+    def _failed(self, error: Exception) -> float:
+        """Try again soon; who can't send for a third of the lease time lets another try."""
+        now = time.monotonic()
+        if self._failing_since is None:
+            self._failing_since = now
+            logger.error("beat: nothing can be sent, which is tried again: %s", error)
+        elif now - self._failing_since > self._settings.interval:
+            logger.error("beat: nothing can be sent, so another replica may try: %s", error)
+            self._failing_since = None
+            self._elector.resign(self._settings.ttl)
+        return RETRY_EVERY

@@ -1,0 +1,284 @@
+"""Another scheduler class, wrapped: it decides what is due, and sends only what its leader's term allows.
+
+Each term has a scheduler of its own, so that nothing it remembered while another led is ever believed. What it has sent
+is in the store, so the next leader's knows that, however seldom the class itself writes it down.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from datetime import datetime, timezone
+from typing import Any
+
+from celery.beat import PersistentScheduler, Scheduler
+from celery.utils.imports import symbol_by_name
+from celery.utils.time import maybe_make_aware
+
+from kombu_taskgate.core.errors import ConfigError, TaskgateError
+from kombu_taskgate.core.schedules import Entry, Progress, Source
+
+from .due import next_due
+from .plan import zone_of
+from .publishing import connect_once
+from .sending import Due, NotSent, Sender
+from .settings import PRE
+from .stores import Stores
+
+logger = logging.getLogger("celery_ext.beat")
+
+
+def scheduler_class(name: str) -> type[Scheduler]:
+    """The class that a setting names.
+
+    Raises:
+        ConfigError: there is none, or it is no scheduler.
+    """
+    try:
+        found = symbol_by_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{PRE}scheduler {name!r} can't be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Scheduler)):
+        raise ConfigError(f"{PRE}scheduler {name!r} is no subclass of celery.beat.Scheduler")
+    return found
+
+
+class _NoFile(dict[str, Any]):
+    """What a PersistentScheduler writes, kept in memory: its file would be one replica's own, and old on the others."""
+
+    @classmethod
+    def open(cls, *_: Any, **__: Any) -> _NoFile:
+        return cls()
+
+    def sync(self) -> None:
+        """There is nothing behind it."""
+
+    def close(self) -> None:
+        """Nor to close."""
+
+
+class Guard:
+    """What a wrapped scheduler asks before it sends anything.
+
+    Args:
+        stores: where progress and ticks are.
+        sender: sends ticks under the term.
+        leads: whether the term is still trusted.
+        rows: what the store knows of the entries.
+    """
+
+    def __init__(self, stores: Stores, sender: Sender, leads: Callable[[], bool], rows: Iterable[Entry]) -> None:
+        self.stores = stores
+        self.sender = sender
+        self.leads = leads
+        self.bases = {row.name: row.base_at for row in rows}
+        #: Why nothing more is to be sent under this term by this scheduler.
+        self.failed: Exception | None = None
+
+    def send(self, scheduler: Any, entry: Any, publish: Callable[[str], object]) -> None:
+        """Send an entry that the scheduler thinks is due.
+
+        Raises:
+            NotLeader, NotSent, StoreUnavailable: nothing was sent, and nothing more will be by this scheduler.
+        """
+        if self.failed is not None:
+            raise self.failed
+        now = _ms(datetime.now(timezone.utc))
+        kept = scheduler.schedule.get(entry.name, entry)
+        # What the scheduler itself will count from, if it counts from the past at all.
+        base = min(now, _ms(kept.last_run_at)) if kept is not entry and kept.last_run_at else now
+        progress = Progress(self.bases.get(entry.name), base, source=Source.FOREIGN)
+        due = Due(entry.name, _due_at(scheduler.app, entry, now), progress, now)
+        try:
+            self.sender.send(due, publish)
+        except (TaskgateError, NotSent) as error:
+            self.failed = error
+            raise
+        self.bases[entry.name] = base
+
+    def refresh(self, entry: Any) -> None:
+        """Let an entry know when it was last sent, if another replica sent it since."""
+        base = self.bases.get(entry.name)
+        if base is None:
+            return
+        known = entry.last_run_at
+        if known is None or _ms(known) < base:
+            then = datetime.fromtimestamp(base / 1000, timezone.utc)
+            entry.last_run_at = then if known is None or known.tzinfo is not None else then.replace(tzinfo=None)
+            if getattr(entry, "model", None) is not None:
+                entry.model.last_run_at = entry.last_run_at
+
+
+def _ms(instant: datetime) -> int:
+    return round(maybe_make_aware(instant).timestamp() * 1000)
+
+
+def _due_at(app: Any, entry: Any, now: int) -> int:
+    """The due time that an entry is sent for: the first after its last run, but not one that is still to come."""
+    try:
+        due = next_due(entry.schedule, _ms(entry.last_run_at), zone_of(entry.schedule, app))
+    except Exception as error:  # noqa: BLE001  # a class may have schedules that answer nothing but is_due
+        logger.debug("the due time of %r can't be told: %s", entry.name, error)
+        return now
+    return now if due is None else min(due, now)
+
+
+def wrapped(cls: type[Scheduler]) -> type[Scheduler]:
+    """A subclass that sends through a :class:`Guard`, which is given to it as ``guard``."""
+
+    class Wrapped(cls):  # type: ignore[misc, valid-type]  # a class made of a value
+        def __init__(self, *args: Any, guard: Guard, **kwargs: Any) -> None:
+            self._guard = guard
+            super().__init__(*args, **kwargs)
+
+        def is_due(self, entry: Any) -> Any:
+            self._guard.refresh(entry)
+            return super().is_due(entry)
+
+        def apply_async(self, entry: Any, producer: Any = None, advance: bool = True, **kwargs: Any) -> Any:
+            if advance:
+                before, entry = entry, self.reserve(entry)
+                entry.last_run_at = before.last_run_at
+            parent = super()
+            results: list[Any] = []
+
+            def publish(task_id: str) -> object:
+                options = entry.options
+                entry.options = {"task_id": task_id, **options}
+                try:
+                    results.append(parent.apply_async(entry, producer=producer, advance=False, **kwargs))
+                finally:
+                    entry.options = options
+                return results[-1]
+
+            self._guard.send(self, entry, publish)
+            return results[-1] if results else None
+
+        def _ensure_connected(self) -> Any:
+            return connect_once(self.connection)
+
+        def sync(self) -> None:
+            # Who does not lead any more would write what is old over what its successor has written.
+            if self._guard.leads():
+                super().sync()
+
+    if issubclass(cls, PersistentScheduler):
+        Wrapped.persistence = _NoFile
+    Wrapped.__name__ = Wrapped.__qualname__ = cls.__name__
+    Wrapped.__module__ = cls.__module__
+    return Wrapped
+
+
+class Foreign:
+    """A wrapped scheduler under one term.
+
+    Args:
+        cls: the class.
+        app: the Celery app.
+        options: its keyword arguments.
+        stores, sender, leads: see :class:`Guard`.
+    """
+
+    def __init__(
+        self,
+        cls: type[Scheduler],
+        app: Any,
+        options: dict[str, Any],
+        stores: Stores,
+        sender: Sender,
+        leads: Callable[[], bool],
+    ) -> None:
+        self._app = app
+        rows = stores.schedules.entries(stores.key)
+        self._guard = Guard(stores, sender, leads, rows)
+        code = set(app.conf.beat_schedule or {})
+        gone = {row.name for row in rows if row.source is Source.CODE} - code
+        self._note_code(code)
+        self._scheduler = wrapped(cls)(app=app, guard=self._guard, lazy=False, **options)
+        _retire(self._scheduler, gone)
+        self._unsent = [] if sender.together else stores.schedules.unsent(stores.key)
+
+    def _note_code(self, names: Iterable[str]) -> None:
+        """Remember which entries the code has, so that those it has no longer can be told."""
+        given = self._app.conf.beat_schedule or {}
+        entries = [
+            Entry(name=name, source=Source.CODE, task=str(_task_of(given[name])), schedule="-") for name in names
+        ]
+        self._guard.stores.schedules.sync(self._guard.sender.term, entries)
+
+    @property
+    def schedule(self) -> Any:
+        """The scheduler's own."""
+        return self._scheduler.schedule
+
+    def tick(self) -> float:
+        """One pass of the scheduler; returns after how many seconds it wants the next.
+
+        Raises:
+            NotLeader, NotSent, StoreUnavailable: it could not send, and is not to be used any more.
+        """
+        self._send_again()
+        try:
+            wait = self._scheduler.tick()
+        except Exception:
+            if self._guard.failed is None:
+                raise
+            logger.debug("the pass was given up", exc_info=True)
+        if self._guard.failed is not None:
+            # Celery's scheduler has logged it, and gone on as if it had sent.
+            raise self._guard.failed
+        if wait and wait > 0 and self._scheduler.should_sync():
+            self._scheduler._do_sync()
+        return float(wait or 0.0)
+
+    def _send_again(self) -> None:
+        guard = self._guard
+        while self._unsent:
+            tick = self._unsent[0]
+            entry = self._scheduler.schedule.get(tick.name)
+            if entry is None:
+                logger.warning("beat: a tick of %r may not have been sent, and the entry is gone", tick.name)
+                guard.sender.give_up(tick)
+            else:
+                logger.warning("beat: %r may not have been sent by an earlier leader; sent again", tick.name)
+                guard.sender.resend(tick, lambda task_id, entry=entry: self._publish(entry, task_id))  # type: ignore[misc]  # mypy can't infer a lambda with a default
+            self._unsent.pop(0)
+
+    def _publish(self, entry: Any, task_id: str) -> object:
+        scheduler = self._scheduler
+        options = entry.options
+        entry.options = {"task_id": task_id, **options}
+        try:
+            return super(type(scheduler), scheduler).apply_async(entry, producer=scheduler.producer, advance=False)
+        finally:
+            entry.options = options
+
+    def sync(self) -> None:
+        """Let the scheduler write down what it wants to, while it leads."""
+        self._scheduler.sync()
+
+    def close(self) -> None:
+        """Let it close what it has opened; it writes only if it leads."""
+        try:
+            self._scheduler.close()
+        except Exception:
+            logger.exception("beat: %s could not be closed", type(self._scheduler).__name__)
+
+
+def _task_of(given: Any) -> Any:
+    return given.get("task") if isinstance(given, dict) else getattr(given, "task", "")
+
+
+def _retire(scheduler: Any, names: set[str]) -> None:
+    """Entries that an earlier version of the code had: a class that keeps entries in a database would go on for ever."""
+    if not names:
+        return
+    model = getattr(scheduler, "Model", None)
+    if model is None:
+        for name in names:
+            scheduler.schedule.pop(name, None)
+        return
+    # django-celery-beat's way to turn entries off, and to say so to whoever has read them.
+    if model._default_manager.filter(name__in=names, enabled=True).update(enabled=False):
+        scheduler.Changes.update_changed()
+    logger.warning("beat: not in beat_schedule any more, so disabled: %s", ", ".join(sorted(names)))
