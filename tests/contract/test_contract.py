@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kombu_taskgate.testing.contract import BrokerContract, Store
+from kombu_taskgate.testing.contract.schedules import SqlScheduleCases
 from kombu_taskgate.testing.contract.sqlonly import SqlCases
 from kombu_taskgate.testing.stores import InDatabase, InMemory
 
@@ -20,10 +21,11 @@ class TestMemory(BrokerContract):
 
 
 #: Cases of other groups that ask for a clock of the store's own, or for data that outlive the process's objects.
-NEEDS_A_DATABASE = ["test_wrong_clock_of_the_caller", "test_outlives_brokers"]
+NEEDS_A_DATABASE = ["test_wrong_clock_of_the_caller", "test_outlives_brokers", "test_writing_under_a_deleted_term"]
 
 # What memory is not asked for is left out here instead of being skipped: a skip says that something is missing.
-for _name in [name for name in vars(SqlCases) if name.startswith("test_")] + NEEDS_A_DATABASE:
+_SQL_ONLY = [name for cases in (SqlCases, SqlScheduleCases) for name in vars(cases) if name.startswith("test_")]
+for _name in _SQL_ONLY + NEEDS_A_DATABASE:
     setattr(TestMemory, _name, None)
 
 

@@ -15,6 +15,7 @@ from .replay import ReplayCases
 from .results import ResultCases
 from .revocations import RevocationCases
 from .roundtrip import RoundTripCases
+from .schedules import ScheduleCases, SqlScheduleCases
 from .sessions import SessionCases
 from .settle import SettleCases
 from .sqlonly import SqlCases
@@ -39,6 +40,7 @@ class BrokerContract(
     ResultCases,
     ChordCases,
     TermCases,
+    ScheduleCases,
     QueryCases,
     ReplayCases,
     UniqueCases,
@@ -47,5 +49,6 @@ class BrokerContract(
     TransitionCases,
     WaitCases,
     SqlCases,
+    SqlScheduleCases,
 ):
     """The broker contract. A subclass names the store with a fixture ``store``."""
