@@ -46,7 +46,7 @@ class Native:
         sender: sends ticks under the term.
         code: the entries of the app's code.
         now_ms: the store's time, or ``None`` while it is not known.
-        look_every: seconds between two looks for changed entries.
+        look_every: seconds between two looks for changed entries; 0: one in each pass.
     """
 
     def __init__(
@@ -133,7 +133,8 @@ class Native:
         heapq.heapify(heap)
         self._known, self._heap = plans, heap
         taken = time.monotonic() - started
-        self._next_look = time.monotonic() + max(self._look_every, taken / LOOK_SHARE)
+        pause = max(self._look_every, taken / LOOK_SHARE) if self._look_every else 0.0
+        self._next_look = time.monotonic() + pause
 
     def _prepare(self, planned: Planned, now: int) -> int | None:
         """When an entry is due (ms); ``None``: never, as it is now."""

@@ -174,5 +174,6 @@ class Plans:
         try:
             return of_row(self._app, row)
         except ConfigError as error:
-            logger.error("beat: entry %r can't be used and is left out until it is changed: %s", row.name, error)
+            # The row is wrong, not the code: a traceback would tell nobody anything.
+            logger.error("beat: entry %r is left out until it is changed: %s", row.name, error)  # noqa: TRY400
             return None

@@ -47,12 +47,12 @@ class Inner(Protocol):
         """Close what it has opened."""
 
 
-class TaskgateScheduler(Scheduler):  # type: ignore[misc]  # Celery has no types
+class TaskgateScheduler(Scheduler):
     """``celery -A app beat -S taskgate``, on as many replicas as you like.
 
     One of them leads and schedules; the others stand by, and the first of them that sees the leader's term end goes on
-    where it was. What leads is a term in the store (:class:`~kombu_taskgate.core.election.LeaderElector`); what is sent is
-    fenced with its number (:mod:`.sending`). Settings: see ``docs/beat.md``.
+    where it was. Who leads has a term in the store (:class:`~kombu_taskgate.core.election.LeaderElector`); what is sent
+    is fenced with its number (:mod:`.sending`). Settings: see ``docs/beat.md``.
 
     Args:
         app: the Celery app.

@@ -1,10 +1,10 @@
 """Sending one tick: its message, its row and what it changes in its entry belong together.
 
-Where the broker's tables are in the same database all of it is one transaction, under the leader's term: it is there once
-or not at all, whoever is killed or frozen when. Elsewhere a message can't be part of the transaction. There the tick's row
-is stored first, as SENDING, then the message is published, then the row says so; a leader that finds a row SENDING
-publishes again, under the same task id. So there a tick may be published twice, when its leader dies between publishing
-and saying so, and a leader that is frozen in between publishes when it wakes; it is not lost.
+Where the broker's tables are in the same database all of it is one transaction, under the leader's term: it is there
+once or not at all, whoever is killed or frozen when. Elsewhere a message can't be part of the transaction. There the
+tick's row is stored first, as SENDING, then the message is published, then the row says so; a leader that finds a row
+SENDING publishes again, under the same task id. So there a tick may be published twice, when its leader dies between
+publishing and saying so, and a leader that is frozen in between publishes when it wakes; it is not lost.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
 
 from celery.beat import SchedulingError
 from kombu.exceptions import OperationalError

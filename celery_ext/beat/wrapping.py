@@ -110,7 +110,8 @@ class Guard:
 
 
 def _ms(instant: datetime) -> int:
-    return round(maybe_make_aware(instant).timestamp() * 1000)
+    aware: datetime = maybe_make_aware(instant)
+    return round(aware.timestamp() * 1000)
 
 
 def _due_at(app: Any, entry: Any, now: int) -> int:
@@ -126,7 +127,7 @@ def _due_at(app: Any, entry: Any, now: int) -> int:
 def wrapped(cls: type[Scheduler]) -> type[Scheduler]:
     """A subclass that sends through a :class:`Guard`, which is given to it as ``guard``."""
 
-    class Wrapped(cls):  # type: ignore[misc, valid-type]  # a class made of a value
+    class Wrapped(cls):
         def __init__(self, *args: Any, guard: Guard, **kwargs: Any) -> None:
             self._guard = guard
             super().__init__(*args, **kwargs)
@@ -139,7 +140,7 @@ def wrapped(cls: type[Scheduler]) -> type[Scheduler]:
             if advance:
                 before, entry = entry, self.reserve(entry)
                 entry.last_run_at = before.last_run_at
-            parent = super()
+            parent: Any = super()
             results: list[Any] = []
 
             def publish(task_id: str) -> object:
@@ -246,10 +247,11 @@ class Foreign:
 
     def _publish(self, entry: Any, task_id: str) -> object:
         scheduler = self._scheduler
+        unguarded: Any = super(type(scheduler), scheduler)
         options = entry.options
         entry.options = {"task_id": task_id, **options}
         try:
-            return super(type(scheduler), scheduler).apply_async(entry, producer=scheduler.producer, advance=False)
+            return unguarded.apply_async(entry, producer=scheduler.producer, advance=False)
         finally:
             entry.options = options
 

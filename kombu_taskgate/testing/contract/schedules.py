@@ -385,6 +385,16 @@ class ScheduleStoreCases:
         assert schedules.tick(term, Tick("one", 3), Progress(2, 2, requested_at=second))
         assert the(schedules).requested_at is None
 
+    def test_request_of_a_disabled_entry(self, schedules: Schedules, term: Term) -> None:
+        """It is sent on request, and stays disabled."""
+        schedules.add(KEY, new(enabled=False))
+        schedules.request(KEY, "one")
+        asked = the(schedules).requested_at
+        assert schedules.tick(term, Tick("one", 7), Progress(None, None)) is False
+        assert schedules.tick(term, Tick("one", 7), Progress(None, None, requested_at=asked)) is True
+        entry = the(schedules)
+        assert (entry.enabled, entry.base_at, entry.last_due_at, entry.requested_at) == (False, None, 7, None)
+
     def test_skipped_tick(self, schedules: Schedules, term: Term, clock: FakeClock) -> None:
         """It is stored and moves the base, but counts as no run."""
         schedules.add(KEY, new(base_at=100, last_run_at=1, last_due_at=2, total_run_count=3))
@@ -412,6 +422,9 @@ class ScheduleStoreCases:
         assert schedules.rebase(term, "one", None, 6) is False
         assert schedules.rebase(term, "one", 5, 6) is True
         assert the(schedules).base_at == 6
+        assert schedules.rebase(term, "one", 5, None) is False
+        assert schedules.rebase(term, "one", 6, None) is True
+        assert the(schedules) == before
 
     def test_sending(self, schedules: Schedules, term: Term, clock: FakeClock) -> None:
         """What is about to be sent is told until somebody says that it was; in the order of the due times."""
