@@ -46,6 +46,7 @@ class Native:
         sender: sends ticks under the term.
         code: the entries of the app's code.
         now_ms: the store's time, or ``None`` while it is not known.
+        publisher: publishes; it stays open.
         look_every: seconds between two looks for changed entries; 0: one in each pass.
     """
 
@@ -56,6 +57,7 @@ class Native:
         sender: Sender,
         code: dict[str, Planned],
         now_ms: Callable[[], int | None],
+        publisher: Publisher,
         *,
         look_every: float = LOOK_EVERY,
     ) -> None:
@@ -64,7 +66,7 @@ class Native:
         self._sender = sender
         self._now_ms = now_ms
         self._look_every = look_every
-        self._publisher = Publisher(app)
+        self._publisher = publisher
         self._plans = Plans(app, code)
         self._code = code
         self._known: dict[str, Planned] = {}
@@ -108,8 +110,7 @@ class Native:
         """Everything is stored with each tick."""
 
     def close(self) -> None:
-        """Close the connection to the broker."""
-        self._publisher.close()
+        """It has opened nothing of its own."""
 
     # -- what there is -------------------------------------------------------------------------------
 

@@ -53,10 +53,19 @@ class Publisher:
             self.close()
             raise
 
+    def warm(self) -> None:
+        """Connect now, so that the first message does not have to wait for it. Does not raise."""
+        try:
+            self._connect()
+        except Exception as error:  # noqa: BLE001  # it is tried again when there is something to publish
+            logger.debug("the broker can't be reached yet: %s", error)
+            self.close()
+
     def _connect(self) -> Any:
         if self._producer is None:
             self._connection = self._app.connection_for_write()
-            self._producer = self._app.amqp.Producer(connect_once(self._connection), auto_declare=False)
+            connection = connect_once(self._connection)
+            self._producer = self._app.amqp.Producer(connection, auto_declare=False)
         return self._producer
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from .. import signals
 from ..result_settings import broker_settings
 from .native import Native
 from .plan import Planned, code_entries
+from .publishing import Publisher
 from .sending import NotSent, Sender
 from .settings import beat_settings
 from .stores import Stores
@@ -82,6 +83,7 @@ class TaskgateScheduler(Scheduler):
             self._options["max_interval"] = max_interval
         self._code: dict[str, Planned] = {}
         self._stores = Stores(self._settings)
+        self._publisher = Publisher(app)
         self._changed = threading.Event()
         self._inner: Inner | None = None
         self._term: Term | None = None
@@ -108,6 +110,10 @@ class TaskgateScheduler(Scheduler):
             self._stores.open()
         except StoreUnavailable as error:
             logger.warning("beat: %s can't be reached, and is tried again: %s", self._stores.shown, error)
+            return
+        if self._class is None and self._settings.is_broker:
+            # Whoever takes over has its first tick to send within a second.
+            self._publisher.warm()
 
     # -- what Celery's beat asks ---------------------------------------------------------------------
 
@@ -160,17 +166,16 @@ class TaskgateScheduler(Scheduler):
         if inner is not None:
             inner.close()
         self._elector.stop()
+        self._publisher.close()
         self._stores.close()
 
     # -- leading -------------------------------------------------------------------------------------
 
     def _gained(self, term: Term) -> None:
-        logger.info("beat: leads %s, term %d", term.key, term.number)
         signals.leadership_gained.send(term.key, term=term.number)
         self._changed.set()
 
     def _lost(self, term: Term) -> None:
-        logger.warning("beat: steps down from %s, term %d, and stands by", term.key, term.number)
         signals.leadership_lost.send(term.key, term=term.number)
         self._changed.set()
 
@@ -211,7 +216,7 @@ class TaskgateScheduler(Scheduler):
         broker = broker_settings(self.app) if self._settings.is_broker else None
         sender = Sender(self._stores.schedules, term, lambda: self._leads(term), broker)
         if self._class is None:
-            return Native(self.app, self._stores, sender, self._code, self._elector.now_ms)
+            return Native(self.app, self._stores, sender, self._code, self._elector.now_ms, self._publisher)
         return Foreign(self._class, self.app, self._options, self._stores, sender, lambda: self._leads(term))
 
     def _drop(self) -> None:

@@ -15,6 +15,7 @@ from kombu.exceptions import OperationalError
 
 from celery_ext.beat.native import Native
 from celery_ext.beat.plan import code_entries
+from celery_ext.beat.publishing import Publisher
 from celery_ext.beat.sending import NotSent, Sender
 from celery_ext.result_settings import broker_settings
 from kombu_taskgate.core.errors import ConfigError, StoreUnavailable
@@ -42,6 +43,7 @@ class Scene:
         self.app: Celery = results.make_app(settings, result_expires=None, **conf)
         self.broker = open_broker(settings, clock=self.clock)
         self.deadline: float | None = None
+        self.publisher = Publisher(self.app)
         self.lead("one")
         self.tick()
 
@@ -58,7 +60,8 @@ class Scene:
         stores: Any = SimpleNamespace(key="k", schedules=self.broker.schedules, settings=settings)
         sender = Sender(self.broker.schedules, self.term, lambda: True, own)
         code = code_entries(self.app)
-        self.native = Native(self.app, stores, sender, code, self.clock.now_ms, look_every=0.0)
+        now, publisher = self.clock.now_ms, self.publisher
+        self.native = Native(self.app, stores, sender, code, now, publisher, look_every=0.0)
 
     def tick(self) -> float:
         return self.native.tick()
@@ -83,7 +86,7 @@ class Scene:
         return next(entry for entry in self.broker.schedules.entries("k") if entry.name == name)
 
     def close(self) -> None:
-        self.native.close()
+        self.publisher.close()
         self.broker.close()
         results.close(self.app)
 
@@ -278,7 +281,7 @@ def test_no_overlap_and_one_off(make: Make) -> None:
     assert scene.sent("once") == [2]
     assert not scene.entry("once").enabled
     for claim in scene.broker.dequeue(["celery"], 10):
-        scene.broker.ack(claim.lease)
+        scene.broker.ack(claim)
     scene.run(2)
     assert scene.sent("long") == [1, 6]
 
@@ -386,7 +389,7 @@ def test_a_broker_that_is_away(make: Make, monkeypatch: pytest.MonkeyPatch) -> N
         raise OperationalError("away")
 
     with monkeypatch.context() as patch:
-        patch.setattr(scene.native._publisher, "publish", away)
+        patch.setattr(scene.publisher, "publish", away)
         with pytest.raises(NotSent):
             scene.tick()
     (tick,) = scene.broker.schedules.unsent("k")

@@ -190,7 +190,7 @@ def test_no_overlap(broker_settings: BrokerSettings) -> None:
     assert scene.ticks() == [(DUE + 2, TickState.SKIPPED), (DUE + 1, TickState.SKIPPED), (DUE, TickState.SENT)]
     assert scene.entry().total_run_count == 1
     (claim,) = scene.broker.dequeue(["celery"])
-    scene.broker.ack(claim.lease)
+    scene.broker.ack(claim)
     assert (
         scene.sender.send(scene.due(DUE + 3, DUE + 2), lambda id: scene.publish(id, unique_key="beat:e"))
         is Outcome.SENT

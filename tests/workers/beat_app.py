@@ -3,6 +3,7 @@
 TASKGATE_TEST_BEAT: JSON of settings. TASKGATE_TEST_ENTRIES: JSON, name -> seconds, or the five fields of a crontab.
 TASKGATE_TEST_BLOW: a file whose first word is a signal, and whose second one is an entry: when it is there, and that
 entry is about to be published, whoever removes it sends the signal to its own process group.
+TASKGATE_TEST_SKEW: seconds by which the clock of this machine is wrong.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import signal
 import time
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,20 @@ from celery import Celery
 from celery.schedules import crontab
 from celery.signals import before_task_publish
 
-app = Celery("beats")
+_SKEW = float(os.environ.get("TASKGATE_TEST_SKEW", "0"))
+if _SKEW:
+    _true_time = time.time
+    time.time = lambda: _true_time() + _SKEW
+
+
+class Skewed(Celery):
+    """Celery's own idea of the time, on a machine whose clock is wrong."""
+
+    def now(self) -> datetime:
+        return super().now() + timedelta(seconds=_SKEW)
+
+
+app = Skewed("beats")
 app.conf.update(task_ignore_result=True, timezone="UTC", **json.loads(os.environ["TASKGATE_TEST_BEAT"]))
 
 

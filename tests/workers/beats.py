@@ -68,7 +68,7 @@ class Beats:
         conf: more settings.
         ttl: of the lease, seconds.
         scheduler: what ``-S`` names.
-        broker_url: where the messages go, if not to the same database.
+        app: the module of the app.
     """
 
     url: str
@@ -78,6 +78,7 @@ class Beats:
     conf: dict[str, Any] = field(default_factory=dict)
     ttl: float = 2.0
     scheduler: str = "taskgate"
+    app: str = "tests.workers.beat_app"
     replicas: list[Replica] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -101,12 +102,12 @@ class Beats:
             **more,
         }
 
-    def start(self, number: int = 1, *wrapper: str, **more: str) -> list[Replica]:
+    def start(self, number: int = 1, **more: str) -> list[Replica]:
         """Start replicas, in a folder of their own that they may not write to."""
         started = []
         for _ in range(number):
             log = self.folder / f"beat-{len(self.replicas)}.log"
-            command = [*wrapper, sys.executable, "-m", "celery", "-A", "tests.workers.beat_app", "beat"]
+            command = [sys.executable, "-m", "celery", "-A", self.app, "beat"]
             with log.open("wb") as output:
                 process = subprocess.Popen(
                     [*command, "-S", self.scheduler, "--pidfile=", "-l", "INFO"],
