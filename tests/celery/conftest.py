@@ -10,6 +10,7 @@ import pytest
 from tests.workers.fixtures import (  # noqa: F401  # fixtures of this folder
     database_url,
     main_url,
+    make_beats,
     make_lab,
     pgbouncer,
     private_server,

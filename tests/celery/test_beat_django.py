@@ -22,14 +22,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarn
 class DjangoBeats(Beats):
     """Replicas of a Django project."""
 
-    def environment(self, **more: str) -> dict[str, str]:
-        return super().environment(TASKGATE_TEST_DJANGO=str(self.folder / "django.db"), **more)
+    def environment(self, own: dict[str, Any] | None = None, **more: str) -> dict[str, str]:
+        return super().environment(own, TASKGATE_TEST_DJANGO=str(self.folder / "django.db"), **more)
 
     def django(self, *words: str) -> str:
         """Run a command of the project."""
         script = str(ROOT / "tests" / "workers" / "beat_django.py")
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", script, *words], env=self.environment(), capture_output=True, text=True
+            [sys.executable, "-W", "ignore", script, *words],
+            env=self.environment(),
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout

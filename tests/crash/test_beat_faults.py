@@ -78,9 +78,7 @@ class Chaos:
 
     def steal(self) -> None:
         """By somebody who does not send, until its lease runs out."""
-        self._sql(
-            "UPDATE TERMS SET holder = 'thief', number = number + 1, until_ = until_ + 1000 WHERE key_ = :key"
-        )
+        self._sql("UPDATE TERMS SET holder = 'thief', number = number + 1, until_ = until_ + 1000 WHERE key_ = :key")
 
     def kill_in_publish(self) -> None:
         self._in_publish("SIGKILL")

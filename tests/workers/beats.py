@@ -85,12 +85,13 @@ class Beats:
         self.broker: Broker = open_broker(BrokerSettings(self.url, table_prefix=self.prefix))
         self.blow = self.folder / "blow"
 
-    def environment(self, **more: str) -> dict[str, str]:
+    def environment(self, own: dict[str, Any] | None = None, **more: str) -> dict[str, str]:
         conf = {
             "broker_url": f"taskgate+{self.url}",
             "broker_transport_options": {"table_prefix": self.prefix},
             "beat_taskgate_lease_ttl": self.ttl,
             **self.conf,
+            **(own or {}),
         }
         return {
             **os.environ,
@@ -102,8 +103,8 @@ class Beats:
             **more,
         }
 
-    def start(self, number: int = 1, **more: str) -> list[Replica]:
-        """Start replicas, in a folder of their own that they may not write to."""
+    def start(self, number: int = 1, own: dict[str, Any] | None = None, **more: str) -> list[Replica]:
+        """Start replicas; ``own``: settings of theirs alone."""
         started = []
         for _ in range(number):
             log = self.folder / f"beat-{len(self.replicas)}.log"
@@ -111,7 +112,7 @@ class Beats:
             with log.open("wb") as output:
                 process = subprocess.Popen(
                     [*command, "-S", self.scheduler, "--pidfile=", "-l", "INFO"],
-                    env=self.environment(**more),
+                    env=self.environment(own, **more),
                     cwd=self.folder,
                     stdin=subprocess.DEVNULL,
                     stdout=output,

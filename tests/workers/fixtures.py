@@ -17,10 +17,12 @@ from kombu_taskgate.core.migrations import drop
 from kombu_taskgate.core.settings import BrokerSettings
 from tests import services
 
+from .beats import Beats
 from .harness import Lab
 from .servers import PrivateMariaDB, PrivatePgBouncer, PrivatePostgres, PrivateServer
 
 MakeLab = Callable[..., Lab]
+MakeBeats = Callable[..., Beats]
 
 
 @pytest.fixture
@@ -111,3 +113,22 @@ def pgbouncer(postgresql_url: str) -> Iterator[PrivatePgBouncer]:
         server = PrivatePgBouncer(postgresql_url)
     yield server
     server.close()
+
+
+@pytest.fixture
+def make_beats(tmp_path: Path) -> Iterator[MakeBeats]:
+    """Make replicas of beat on any database; they end, and their tables go, with the test."""
+    made: list[Beats] = []
+
+    def make(url: str, entries: dict[str, Any] | None = None, conf: dict[str, Any] | None = None, **more: Any) -> Beats:
+        folder = tmp_path / f"beats{len(made)}"
+        folder.mkdir()
+        prefix = f"b{uuid.uuid4().hex[:10]}_"
+        made.append(Beats(url, folder, prefix, {"often": 1} if entries is None else entries, conf or {}, **more))
+        return made[-1]
+
+    yield make
+    for beats in made:
+        beats.close()
+        with suppress(StoreUnavailable):
+            drop_tables(beats.url, beats.prefix)
