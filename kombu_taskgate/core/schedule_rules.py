@@ -83,6 +83,11 @@ def added(entry: Entry, now: int) -> Entry:
     return replace(entry, created_at=now, changed_at=now)
 
 
+def wanted(entry: Entry, now: int) -> Entry:
+    """The entry with a new request."""
+    return replace(entry, requested_at=requested(entry, now))
+
+
 def same_definition(entry: Entry, other: Entry) -> bool:
     """Whether two entries have the same definition, of the same instant."""
     return entry.changed_at == other.changed_at and all(
@@ -275,7 +280,7 @@ def _text(value: object) -> str:
 def _number(value: Any) -> int | None:
     try:
         return None if value is None else int(value)
-    except (ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 
@@ -287,6 +292,6 @@ def _flag(value: Any, *, default: bool) -> bool:
 def _seconds(value: Any) -> float | None:
     try:
         seconds = None if value is None else float(value)
-    except (ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return seconds if seconds is not None and math.isfinite(seconds) and seconds >= 0 else None
