@@ -66,21 +66,21 @@ return {_DONE}
 )
 
 # KEYS: term, entries, ticks, due, sent, unsent, due of the entry. ARGV: now, holder, number, name, what the entry was,
-# what it is to be, tick, what it was, what it is to be ('': it stays), due time, whether it is being sent.
+# what it is to be, tick, what it is to be ('': it stays), due time, whether it is being sent.
 _TICK = (
     READ_TERM
     + f"""
--- The answer to an earlier try was lost: it is known by the tick's mark.
-local there = redis.call('HGET', KEYS[3], ARGV[7]) or ''
-if ARGV[9] ~= '' and there == ARGV[9] then return {_DONE} end
+-- Stored by an earlier try whose answer was lost: its mark is nobody else's.
+if ARGV[8] ~= '' and redis.call('HGET', KEYS[3], ARGV[7]) == ARGV[8] then return {_DONE} end
 if not (valid and holder == ARGV[2] and text(number) == ARGV[3]) then return {_NOT_LEADER} end
-if (redis.call('HGET', KEYS[2], ARGV[4]) or '') ~= ARGV[5] or there ~= ARGV[8] then return {_AGAIN} end
+-- Whoever stores a tick changes its entry, so that this tells of both.
+if (redis.call('HGET', KEYS[2], ARGV[4]) or '') ~= ARGV[5] then return {_AGAIN} end
 redis.call('HSET', KEYS[2], ARGV[4], ARGV[6])
-if ARGV[9] ~= '' then
-  redis.call('HSET', KEYS[3], ARGV[7], ARGV[9])
-  redis.call('ZADD', KEYS[4], ARGV[10], ARGV[7])
-  redis.call('ZADD', KEYS[7], ARGV[10], ARGV[7])
-  if ARGV[11] == '1' then redis.call('ZADD', KEYS[6], ARGV[10], ARGV[7])
+if ARGV[8] ~= '' then
+  redis.call('HSET', KEYS[3], ARGV[7], ARGV[8])
+  redis.call('ZADD', KEYS[4], ARGV[9], ARGV[7])
+  redis.call('ZADD', KEYS[7], ARGV[9], ARGV[7])
+  if ARGV[10] == '1' then redis.call('ZADD', KEYS[6], ARGV[9], ARGV[7])
   else redis.call('ZADD', KEYS[5], text(now), ARGV[7]) end
 end
 return {_DONE}
@@ -290,7 +290,7 @@ class RedisSchedules:
             new = _tick_text(tick, now, term.number, mark) if advance.stored else ""
             sending = int(tick.state is TickState.SENDING)
             answer = self._link.run(
-                _TICK, names, term.holder, term.number, tick.name, text, _text(advance.entry, mark), id, ticked, new,
+                _TICK, names, term.holder, term.number, tick.name, text, _text(advance.entry, mark), id, new,
                 tick.due_at, sending,
             )  # fmt: skip
             if answer == _NOT_LEADER:

@@ -158,6 +158,55 @@ def test_a_script_that_is_sent_twice(
         assert (the(schedules).total_run_count, the(schedules).base_at) == (1, 2)
 
 
+def test_a_tick_that_is_sent_again_when_the_term_is_over(
+    redis_url: str, prefix: str, monkeypatch: pytest.MonkeyPatch, clock: FakeClock
+) -> None:
+    """It was stored in time, so it was stored."""
+    with redis.Redis.from_url(redis_url) as client:
+        schedules = RedisSchedules(client, prefix, clock=clock)
+        schedules.add(KEY, new())
+        term = lead(RedisTerms(client, prefix, clock=clock))
+        run = schedules._link.run
+
+        def twice(script: str, *arguments: object) -> object:
+            answer = run(script, *arguments)
+            if "KEYS[7]" not in script:
+                return answer
+            clock.advance(11)
+            return run(script, *arguments)
+
+        monkeypatch.setattr(schedules._link, "run", twice)
+        assert schedules.tick(term, Tick("one", 1), Progress(None, 1)) is True
+
+
+@pytest.mark.parametrize("writes", ["tick", "rebase", "sync", "change"])
+def test_changes_between_reading_and_writing(
+    open_schedules: Callable[[], tuple[RedisTerms, RedisSchedules]], monkeypatch: pytest.MonkeyPatch, writes: str
+) -> None:
+    """What was worked out from an entry that is another by now is worked out again."""
+    (terms, schedules), (_, other) = open_schedules(), open_schedules()
+    term = lead(terms)
+    schedules.sync(term, [new("code", base_at=1)])
+    run, changed = schedules._link.run, []
+
+    def in_between(script: str, *arguments: object) -> object:
+        if "HSET" in script and not changed:
+            changed.append(other.change(KEY, "code", enabled=False))
+        return run(script, *arguments)
+
+    monkeypatch.setattr(schedules._link, "run", in_between)
+    calls: dict[str, Callable[[], object]] = {
+        "tick": lambda: schedules.tick(term, Tick("code", 2), Progress(1, 2)),
+        "rebase": lambda: schedules.rebase(term, "code", 1, 2),
+        "sync": lambda: schedules.sync(term, [new("code", task="tasks.other")]),
+        "change": lambda: schedules.request(KEY, "code"),
+    }
+    assert not calls[writes]() or writes == "change"
+    found = the(schedules, "code")
+    assert (changed, found.enabled, found.base_at, schedules.ticks(KEY)) == ([True], False, None, [])
+    assert (found.task == "tasks.other", found.requested_at is not None) == (writes == "sync", writes == "change")
+
+
 def test_nothing_is_left_of_what_was_swept(
     both: tuple[RedisTerms, RedisSchedules], clock: FakeClock, redis_url: str, prefix: str
 ) -> None:

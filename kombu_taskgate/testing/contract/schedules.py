@@ -757,10 +757,11 @@ class SqlScheduleCases(Cases):
             new("source"),
         ]
 
-    def test_faults_of_schedules(self, sql_broker: SqlBroker) -> None:
+    def test_faults_of_schedules(self, sql_broker: SqlBroker, store: Store, clock: FakeClock) -> None:
         """A transaction that breaks before, in or after its commit is done once, or not at all and that is told."""
         from kombu_taskgate.core.database import InjectedDeadlock, InjectedDisconnect
 
+        other = cast("SqlBroker", store.open(clock=clock))
         schedules, term = sql_broker.schedules, lead(sql_broker.terms)
         calls: dict[str, Callable[[], object]] = {
             "tick": lambda: schedules.tick(term, Tick("one", 1, "id"), Progress(None, 1), [NewTask(QUEUE)]),
@@ -799,6 +800,23 @@ class SqlScheduleCases(Cases):
                 stored = (picture(schedules), sql_broker.queue_len(QUEUE))
                 assert stored == (before if gone else after), f"{name} {point} {error}"
                 assert fault.raised >= 1, name
+            # Cut off in a commit that took no effect, which another process makes so here.
+            self._begin(sql_broker)
+            undone: list[str] = []
+
+            def undo(point: str, undone: list[str] = undone) -> None:
+                if point == "after_commit" and not undone:
+                    undone.append(point)
+                    self._begin(other)
+                    raise InjectedDisconnect
+
+            sql_broker.database.fault = undo
+            try:
+                assert call() == expected, name
+            finally:
+                sql_broker.database.fault = None
+            assert undone, name
+            assert (picture(schedules), sql_broker.queue_len(QUEUE)) == after, name
 
     def _begin(self, broker: SqlBroker) -> None:
         import sqlalchemy as sa
