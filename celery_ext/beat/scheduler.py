@@ -11,6 +11,7 @@ from celery.beat import Scheduler
 
 from kombu_taskgate.core.election import LeaderElector
 from kombu_taskgate.core.errors import NotLeader, StoreUnavailable, TaskgateError
+from kombu_taskgate.core.schedules import KEEP_TICKS
 from kombu_taskgate.core.terms import Term
 
 from .. import signals
@@ -29,6 +30,8 @@ logger = logging.getLogger("celery_ext.beat")
 LONGEST_WAIT = 1.0
 #: Seconds between two attempts to send what could not be sent.
 RETRY_EVERY = 0.5
+#: Seconds between two sweeps of old ticks, and how many go at a time.
+SWEEP_EVERY, SWEEP = 300.0, 1000
 
 
 class Inner(Protocol):
@@ -89,6 +92,7 @@ class TaskgateScheduler(Scheduler):
         self._term: Term | None = None
         self._busy_since: float | None = None
         self._failing_since: float | None = None
+        self._sweep_at = time.monotonic() + SWEEP_EVERY
         self._elector = LeaderElector(
             self._stores.terms,
             self._settings.key,
@@ -199,6 +203,7 @@ class TaskgateScheduler(Scheduler):
             if self._inner is None:
                 self._inner, self._term = self._make(term), term
             wait = self._inner.tick()
+            self._sweep(wait)
         except NotLeader as error:
             logger.warning("beat: nothing is sent: %s", error)
             self._drop()
@@ -210,6 +215,12 @@ class TaskgateScheduler(Scheduler):
             self._busy_since = None
         self._failing_since = None
         return wait
+
+    def _sweep(self, wait: float) -> None:
+        """Delete old ticks, when there is time: where no worker uses these tables nobody else does."""
+        if wait > 0 and time.monotonic() >= self._sweep_at:
+            swept = self._stores.schedules.sweep(KEEP_TICKS, SWEEP)
+            self._sweep_at = time.monotonic() + (SWEEP_EVERY if swept < SWEEP else 1.0)
 
     def _make(self, term: Term) -> Inner:
         # The broker's own settings, and not those of the stores, which are more impatient.

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -251,11 +252,15 @@ def test_embedded_in_workers(make_beats: MakeBeats, make_lab: MakeLab, main_url:
 @pytest.fixture
 def redis_broker(redis_url: str) -> Any:
     """A database of Redis that is empty, and how to look into it."""
-    client = redis.Redis.from_url(redis_url, db=11)
+    client = redis.Redis.from_url(_database_of(redis_url, 11))
     client.flushdb()
     yield client
     client.flushdb()
     client.close()
+
+
+def _database_of(url: str, number: int) -> str:
+    return sa.make_url(url).set(database=str(number)).render_as_string(hide_password=False)
 
 
 def messages(client: Any) -> int:
@@ -269,7 +274,7 @@ def test_with_redis_as_broker(
     """Leader killed, ended and cut off from the broker: somebody goes on, and every tick has its message."""
     url = f"sqlite:///{tmp_path}/leases.db"
     beats = make_beats(url, ttl=2.0)
-    where = f"{redis_url.rstrip('/0')}/11" if lease == "redis" else url
+    where = _database_of(redis_url, 11) if lease == "redis" else url
     conf = {"broker_transport_options": {}, "beat_taskgate_lease_url": where}
     beats.conf.update(conf)
     proxies = [Proxy("127.0.0.1", 6379) for _ in range(3)]
@@ -278,17 +283,17 @@ def test_with_redis_as_broker(
 
     def goes_on() -> None:
         known = messages(redis_broker)
-        wait_for(lambda: messages(redis_broker) >= known + 3, 30, f"somebody sends:\n{beats.logs()}")
+        _wait(beats, lambda: messages(redis_broker) >= known + 3, "somebody sends")
 
     goes_on()
     leader = _who_leads(beats)
     proxies[beats.replicas.index(leader)].black_hole(True)
-    wait_for(lambda: _who_leads(beats) is not leader, 30, f"another one leads:\n{beats.logs()}")
+    _wait(beats, lambda: _who_leads(beats) is not leader, "another one leads")
     goes_on()
     proxies[beats.replicas.index(leader)].black_hole(False)
     second = _who_leads(beats)
     proxies[beats.replicas.index(second)].down()
-    wait_for(lambda: _who_leads(beats) is not second, 30, f"another one leads:\n{beats.logs()}")
+    _wait(beats, lambda: _who_leads(beats) is not second, "another one leads")
     goes_on()
     proxies[beats.replicas.index(second)].up()
     third = _who_leads(beats)
@@ -299,6 +304,13 @@ def test_with_redis_as_broker(
     assert sum(one.alive for one in beats.replicas) == 1
     for proxy in proxies:
         proxy.close()
+
+
+def _wait(beats: Beats, condition: Callable[[], bool], what: str) -> None:
+    try:
+        wait_for(condition, 30, what)
+    except AssertionError as error:
+        raise AssertionError(f"{error}:\n{beats.logs()}") from None
 
 
 def _who_leads(beats: Beats) -> Any:
@@ -313,7 +325,7 @@ def _who_leads(beats: Beats) -> Any:
         ]
         return max(said, key=lambda pair: pair[0])[1] if said else None
 
-    return wait_for(last, 20, f"somebody leads:\n{beats.logs()}")
+    return wait_for(last, 20, "somebody leads")
 
 
 def test_bad_settings_end_at_once(make_beats: MakeBeats, tmp_path: Path) -> None:

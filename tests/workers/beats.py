@@ -150,11 +150,12 @@ class Beats:
         return self.broker.list()
 
     def wait_ticks(self, number: int, name: str | None = None, timeout: float = 30.0) -> list[Tick]:
-        return wait_for(
-            lambda: ticks if len(ticks := self.ticks(name)) >= number else [],
-            timeout,
-            f"{number} ticks of {name or 'all'}:\n{self.logs()}",
-        )
+        try:
+            return wait_for(
+                lambda: ticks if len(ticks := self.ticks(name)) >= number else [], timeout, f"{number} ticks of {name}"
+            )
+        except AssertionError as error:
+            raise AssertionError(f"{error}:\n{self.logs()}") from None
 
     def check(self) -> None:
         """Each tick has one message, and there is no other message."""
