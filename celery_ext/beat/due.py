@@ -129,15 +129,15 @@ def _next_aligned(schedule: Any, base: int, zone: tzinfo) -> int:
         # Days are days of the calendar, of 23 to 25 hours.
         clock = shown(base, zone) + timedelta(milliseconds=step)
         midnight = clock.replace(hour=0, minute=0, second=0)
-        found = [instant for instant in occurrences(midnight, zone) if instant > base]
-        return found[0] if found else max(first(midnight, zone), base + 1)
+        found = [instant for instant in (*occurrences(midnight, zone), first(midnight, zone)) if instant > base]
+        return found[0] if found else end
     clock = shown(end, zone)
     over = (clock - clock.replace(hour=0, minute=0, second=0)) % timedelta(milliseconds=unit)
     whole = end // 1000 * 1000 - over // _MS
     if shown(whole, zone) != clock - over:
         # The clocks were changed in between by a part of the unit.
-        found = [instant for instant in occurrences(clock - over, zone) if base < instant <= end]
-        whole = found[-1] if found else min(max(first(clock - over, zone), base + 1), end)
+        found = [first(clock - over, zone), *occurrences(clock - over, zone)]
+        whole = max((instant for instant in found if instant <= end), default=end)
     return whole if whole > base else end
 
 
