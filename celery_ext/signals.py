@@ -12,8 +12,8 @@ from celery.utils.dispatch import Signal
 leadership_gained = Signal(name="leadership_gained", providing_args={"term"})
 #: It does no longer. ``term``: the number of the term that is over; not sent when the process ends.
 leadership_lost = Signal(name="leadership_lost", providing_args={"term"})
-#: An entry was sent. ``entry``: its name; ``due``: the due time, in seconds since the epoch; ``lateness``: seconds after
-#: it by the store's clock; ``task_id``: what was sent.
+#: An entry was sent. ``entry``: its name; ``due``: the due time, in seconds since the epoch; ``lateness``: how many
+#: seconds later it was sent, by the store's clock; ``task_id``: what was sent.
 tick_sent = Signal(name="tick_sent", providing_args={"entry", "due", "lateness", "task_id"})
 #: A due entry was not sent. ``entry``, ``due`` as above; ``reason``: ``overlap``, ``deadline`` or ``error``.
 tick_skipped = Signal(name="tick_skipped", providing_args={"entry", "due", "reason"})

@@ -103,8 +103,8 @@ def _store(app: Any, broker: BrokerSettings | None) -> tuple[str | None, BrokerS
         url = app.conf.result_backend
         if not (isinstance(url, str) and url.startswith(PREFIX)):
             raise ConfigError(
-                f"beat's replicas need a place for their lease, and the broker is no SQL database: set {PRE}lease_url to "
-                "redis://… or to the URL of a database, such as postgresql://user@host/database"
+                "beat's replicas need a place for their lease, and the broker is no SQL database: set "
+                f"{PRE}lease_url to redis://… or to the URL of a database, such as postgresql://user@host/database"
             )
     if not isinstance(url, str) or "://" not in url:
         raise ConfigError(f"{PRE}lease_url must be a URL such as redis://host/0 or postgresql://user@host/database")

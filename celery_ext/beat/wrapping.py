@@ -272,7 +272,7 @@ def _task_of(given: Any) -> Any:
 
 
 def _retire(scheduler: Any, names: set[str]) -> None:
-    """Entries that an earlier version of the code had: a class that keeps entries in a database would go on for ever."""
+    """End entries that only an earlier version of the code had: a database would keep them for ever."""
     if not names:
         return
     model = getattr(scheduler, "Model", None)

@@ -310,7 +310,7 @@ class RedisSchedules:
                 time.sleep(PAUSE)
         raise AssertionError("unreachable")
 
-    def rebase(self, term: Term, name: str, seen_base: int | None, base_at: int) -> bool:
+    def rebase(self, term: Term, name: str, seen_base: int | None, base_at: int | None) -> bool:
         """See the protocol."""
 
         def attempt() -> bool | None:

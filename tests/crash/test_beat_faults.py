@@ -1,4 +1,4 @@
-"""Replicas of beat under random faults: each due time of an entry once, each tick with one message, nothing under an old term.
+"""Replicas of beat under random faults: each due time once, each tick with one message, nothing under an old term.
 
 TASKGATE_BEAT_FAULTS: how many faults on each database. TASKGATE_BEAT_SEED: which ones.
 """
@@ -12,6 +12,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -112,10 +113,8 @@ class Chaos:
 
         def work(conn: sa.Connection) -> None:
             for session in conn.execute(sa.text(found)).scalars().all():
-                try:
+                with suppress(sa.exc.OperationalError):  # it has ended by itself
                     conn.execute(sa.text(end.format(session)))
-                except sa.exc.OperationalError:
-                    pass  # it has ended by itself
 
         self._database.read(work)
 
