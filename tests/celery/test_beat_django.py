@@ -51,7 +51,7 @@ def beats(main_url: str, tmp_path: Path) -> Iterator[DjangoBeats]:
 
 
 def test_database_scheduler(beats: DjangoBeats) -> None:
-    """Ticks once, over a kill; rows that change while it runs are heard of; what the code has no longer is disabled."""
+    """B90: rows that change while it runs are heard of. B94: what the code has no longer is disabled. All over a kill."""
     beats.start(2)
     beats.wait_ticks(3, "code")
     beats.django("add", "row", "1")

@@ -151,7 +151,7 @@ def test_entries_of_code_and_store(make: Make) -> None:
 
 
 def test_missed_once(scene_in_memory: Make) -> None:
-    """However many due times were missed, one tick makes up for them; then the entry goes on."""
+    """B88: however many due times were missed, one tick makes up for them; then the entry goes on."""
     scene = scene_in_memory(
         beat_schedule={
             "often": {"task": "t", "schedule": 10.0},
@@ -182,7 +182,7 @@ def test_a_little_late_keeps_the_rhythm(scene_in_memory: Make) -> None:
 
 @pytest.mark.parametrize("how", ["entry", "celery", "taskgate"])
 def test_starting_deadline(scene_in_memory: Make, how: str) -> None:
-    """What is later than that is left out; what is not is sent."""
+    """B88: what is later than that is left out; what is not is sent."""
     own = {"starting_deadline": 30} if how == "entry" else {}
     conf = {"beat_cron_starting_deadline": 30} if how == "celery" else {}
     scene = scene_in_memory(beat_schedule={"cron": {"task": "t", "schedule": crontab(minute="*/5"), **own}}, **conf)
@@ -199,7 +199,7 @@ def test_starting_deadline(scene_in_memory: Make, how: str) -> None:
 
 
 def test_nothing_new_is_sent_at_once(make: Make) -> None:
-    """New, resumed and changed entries count from the moment at which they are seen."""
+    """B88: new, resumed and changed entries count from the moment at which they are seen."""
     scene = make()
     scene.tick()
     scene.add("cron", "crontab */10 * * * *")
@@ -219,7 +219,7 @@ def test_nothing_new_is_sent_at_once(make: Make) -> None:
 
 
 def test_rows_by_hand(sql_store: Any) -> None:
-    """Inserted, changed, disabled and enabled with SQL alone, while beat runs."""
+    """B90: inserted, changed, disabled and enabled with SQL alone, while beat runs."""
     import sqlalchemy as sa
 
     settings = BrokerSettings(sql_store.url, **sql_store.settings)
@@ -251,7 +251,7 @@ def test_rows_by_hand(sql_store: Any) -> None:
 
 
 def test_removed_from_the_code(make: Make) -> None:
-    """It does not come back; what was added at run time stays."""
+    """B94: it does not come back; what was added at run time stays."""
     scene = make(beat_schedule={"old": {"task": "t", "schedule": 1.0}, "kept": {"task": "t", "schedule": 1.0}})
     scene.add("added", "interval 1")
     scene.run(3)
