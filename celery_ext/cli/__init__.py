@@ -1,0 +1,1 @@
+"""``celery taskgate …``: what operators type. One file for each subcommand."""
