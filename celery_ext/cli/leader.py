@@ -13,7 +13,7 @@ from kombu_taskgate.core.terms import Candidate, Term
 
 from ..beat.listing import aware
 from ..beat.stores import Stores
-from .output import json_option, print_facts, print_json, print_table
+from .output import cell, json_option, print_facts, print_json
 from .running import REFUSED, app_of, ask, fail
 
 
@@ -109,13 +109,11 @@ def _print(found: Found) -> None:
             until=aware(term.until, timezone.utc),
         )
     elif found.term is not None:
-        facts["last leader"] = f"{found.term.holder}, until {aware(found.term.until, timezone.utc)}"
+        facts["last leader"] = f"{found.term.holder}, until {cell(aware(found.term.until, timezone.utc))}"
     print_facts(facts)
-    rows = [
-        (each.holder, aware(each.since, timezone.utc), aware(each.seen_at, timezone.utc)) for each in found.standbys
-    ]
-    if rows:
-        print_table(("standby", "since", "seen"), rows, "")
+    for each in found.standbys:
+        seen = aware(each.seen_at, timezone.utc)
+        click.echo(f"standby   {each.holder}, since {cell(aware(each.since, timezone.utc))}, seen {cell(seen)}")
 
 
 def _probe(found: Found, prefix: str, as_json: bool) -> None:
