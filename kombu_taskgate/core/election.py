@@ -1,14 +1,15 @@
 """LeaderElector: of all who compete for a key, one leads.
 
 The guarantee: of all electors of a key that a store knows, at most one trusts that it leads at any moment, as long as
-local clocks run at the same rate to within the margin. Terms have numbers that only grow. The guarantee it does not give:
-fencing. A leader that is frozen right after it looked at :attr:`LeaderElector.is_leader` goes on with what it was about to
-do when it is continued, although somebody else leads by then. Where that matters the number of the term has to be checked
-by whatever is written to, in the transaction that writes.
+local clocks run at the same rate to within the margin, and the store's clock is not set. Terms have numbers that only
+grow. The guarantee it does not give: fencing. A leader that is frozen right after it looked at
+:attr:`LeaderElector.is_leader` goes on with what it was about to do when it is continued, although somebody else leads
+by then. Where that matters the number of the term has to be checked by whatever is written to, in the transaction that
+writes.
 
 How it works: the leader renews its term every ``interval``. It trusts it until the *start* of the last attempt that
-succeeded + ``renew_deadline``, by a local clock; others may lead only when the store's ``ttl`` is over, which began later.
-Standbys look every ``poll`` seconds, with a cheap read, and try to acquire the moment that the term is over.
+succeeded + ``renew_deadline``, by a local clock; others may lead only when the store's ``ttl`` is over, which began
+later. Standbys look every ``poll`` seconds, with a cheap read, and try to acquire the moment that the term is over.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from typing import Any
 
 from .clock import local_time
 from .errors import ConfigError, StoreUnavailable, TaskgateError
-from .settings import LONGEST, check_name
-from .terms import LeaseStore, Term
+from .model import MAX_NAME
+from .settings import LONGEST
+from .terms import LeaseStore, Term, check
 
 logger = logging.getLogger("kombu_taskgate.election")
 
@@ -41,6 +43,8 @@ POLL = 0.2
 STALE = 1.5
 #: How long in seconds a stop waits for each thread: the store may be away.
 STOP_WITHIN = 3.0
+#: Longest time in seconds for which the thread sleeps: its timer does not count the time of a suspended machine.
+LONGEST_SLEEP = 1.0
 
 _electors: weakref.WeakSet[LeaderElector] = weakref.WeakSet()
 
@@ -59,6 +63,8 @@ class _Call:
         self.answer: Any = None
         self.error: Exception | None = None
         self.ended = False
+        #: It tried to acquire.
+        self.acquired = False
         self._ask = ask
         self._done = done
 
@@ -88,6 +94,7 @@ class _Caller:
             self._lock.notify()
 
     def stop(self) -> None:
+        """Let the thread end when it has asked what it was given."""
         with self._lock:
             self._stopped = True
             self._lock.notify()
@@ -106,9 +113,14 @@ class _Caller:
 class _Life:
     """What one run of the elector's thread knows. Its own, so that one left behind does no harm."""
 
-    def __init__(self) -> None:
+    def __init__(self, holder: str) -> None:
+        self.holder = holder
         self.stopping = False
         self.wake = threading.Event()
+        #: The term, and until when by the local clock it is trusted.
+        self.held: tuple[Term, float] | None = None
+        #: Somebody asked for it to be given back.
+        self.giving_back = False
 
 
 class LeaderElector:
@@ -117,7 +129,8 @@ class LeaderElector:
     Args:
         store: where the terms are.
         key: what is led.
-        holder: unique to this process and start; made up when not given.
+        holder: unique to this process and start; made up when not given. A forked child adds its pid to it, and a
+            number is added when it can't be known what became of the last word under it.
         ttl: seconds after which a term that is not renewed is over.
         interval: seconds between two renewals; a third of the ttl when not given.
         on_gained: called with the new term.
@@ -127,7 +140,8 @@ class LeaderElector:
         fit: asked before each renewal and attempt; one that is not fit resigns, and does not compete.
         clock: the local clock in seconds, for tests.
 
-    Callbacks run in the elector's thread, one after the other. What they raise is logged.
+    Callbacks run in the elector's thread, one after the other, and so does ``fit``; while one of them runs no term is
+    renewed, so they must not take long. What they raise is logged.
 
     Raises:
         ConfigError: the times do not fit: ``ttl > renew_deadline > interval * 1.2`` must hold.
@@ -149,8 +163,12 @@ class LeaderElector:
         clock: Callable[[], float] = local_time,
     ) -> None:
         self.store = store
-        self.key = check_name(key, "key")
-        self.holder = check_name(holder or new_holder(), "holder")
+        self.key = key
+        self.holder = new_holder() if holder is None else holder
+        self._given_holder = holder
+        self._renamed = 0
+        if not isinstance(ttl, (int, float)):
+            raise ConfigError(f"the ttl of term {key!r} must be a number of seconds, not {ttl!r}")
         self.ttl = ttl
         self.interval = ttl / 3 if interval is None else interval
         self.renew_deadline = ttl * TRUST if renew_deadline is None else renew_deadline
@@ -171,6 +189,7 @@ class LeaderElector:
                 f"ttl {self.ttl!r}, interval {self.interval!r}, renew_deadline {self.renew_deadline!r} and poll "
                 f"{self.poll!r} must be more than 0 seconds and at most 100 years"
             )
+        check(self.key, self.holder, self.ttl)
         if not self.ttl > self.renew_deadline > self.interval * JITTER:
             raise ConfigError(
                 f"ttl {self.ttl:g} s must be more than renew_deadline {self.renew_deadline:g} s, and that more than "
@@ -178,30 +197,31 @@ class LeaderElector:
             )
 
     def _reset(self) -> None:
-        self._life = _Life()
+        self._life = _Life(self.holder)
         self._thread: threading.Thread | None = None
-        self._held: tuple[Term, float] | None = None
         #: Highest number that was seen; a new term is above it.
         self._highest = 0
+        #: Number of the newest term under which this one has led and leads no more.
+        self._ended = 0
         self._store_time: tuple[int, float] | None = None
         self._answered_at: float | None = None
         self._hold_off_until = 0.0
-        self._giving_back = False
 
     # -- what others ask -----------------------------------------------------------------------------
 
     @property
     def term(self) -> Term | None:
         """The term under which this one leads now; ``None``: it does not."""
-        held = self._held
-        if held is None:
+        life = self._life
+        held = life.held
+        if held is None or life.stopping or life.giving_back:
             return None
         term, until = held
         return term if self._clock() < until else None
 
     @property
     def is_leader(self) -> bool:
-        """Whether it leads now. False from the instant on at which its term can't be trusted, whatever its threads do."""
+        """Whether it leads now. False from the instant on at which its term can't be trusted, whatever threads do."""
         return self.term is not None
 
     def now_ms(self) -> int | None:
@@ -235,7 +255,7 @@ class LeaderElector:
         with self._lock:
             if self._thread is not None:
                 return
-            self._life = _Life()
+            self._life = _Life(self.holder)
             self._answered_at = self._clock()
             self._hold_off_until = 0.0
             name = f"taskgate-elector-{self.key}"
@@ -243,24 +263,36 @@ class LeaderElector:
             self._thread.start()
 
     def stop(self) -> None:
-        """Stop competing, and resign. Idempotent; waits for its threads, but not for ever. ``on_lost`` is not called."""
+        """Stop competing, and resign. Idempotent. Waits for its threads for a while; does not call ``on_lost``."""
         with self._lock:
             thread, self._thread = self._thread, None
             self._life.stopping = True
             self._life.wake.set()
-        if thread is not None and thread is not threading.current_thread():
+        if thread is None:
+            return
+        if thread is not threading.current_thread():
             thread.join(2 * STOP_WITHIN)
-        self._held = None
+        if thread.is_alive():
+            # It has yet to resign, in the name that it has.
+            self._rename()
 
     def resign(self, hold_off: float = 0.0) -> None:
-        """Give the term back so that somebody else may lead. Does not wait.
+        """Give the term back so that somebody else may lead. It is not trusted from now on; the rest is not waited for.
 
         Args:
             hold_off: seconds for which this one does not compete.
         """
+        life = self._life
         self._hold_off_until = self._clock() + hold_off
-        self._giving_back = True
-        self._life.wake.set()
+        life.giving_back = True
+        life.wake.set()
+
+    def _rename(self) -> str:
+        """Be somebody else from now on: whatever is still on its way to the store ends no term of this one."""
+        self._renamed += 1
+        name = new_holder() if self._given_holder is None else self._given_holder
+        self.holder = _extended(name, f"/{self._renamed}")
+        return self.holder
 
     def _is_fit(self) -> bool:
         if self._fit is None:
@@ -288,7 +320,7 @@ class _Run:
         self._name = name
         self._caller = _Caller(name)
         self._call: _Call | None = None
-        self._answered: Callable[[_Call], None] = lambda call: None
+        self._answered: Callable[[_Call], object] = lambda call: None
         self._next = elector._clock()
         self._failures = 0
         #: The term of another as last read, and since when by the local clock it has been the same.
@@ -309,43 +341,51 @@ class _Run:
         self._end()
 
     def _round(self) -> float:
-        e = self._e
-        now = e._clock()
+        e, life = self._e, self._life
         if self._call is not None and self._call.ended:
             call, self._call = self._call, None
             self._answered(call)
-            now = e._clock()
-        held = e._held
+        now = e._clock()
+        held = life.held
+        giving_back = life.giving_back
         if held is not None and now >= held[1]:
             self._step_down("its term could not be renewed in time")
-        elif held is not None and (e._giving_back or not e._is_fit()):
+        elif held is not None and (giving_back or not e._is_fit()):
             self._step_down("it resigns")
-            self._ask(lambda _: e.store.release(e.key, e.holder), self._released)
-        e._giving_back = False
+            self._release()
+        if giving_back:
+            # Not without having seen it set: somebody may ask just now.
+            life.giving_back = False
+        if self._call is not None and now - self._call.started > e.ttl:
+            self._leave_behind()
         if self._call is None and now >= self._next:
             self._begin(now)
-        if self._call is not None and now - self._call.started > e.ttl:
-            # Left behind: its answer would tell nothing that is still so.
-            self._caller.stop()
-            self._caller, self._call = _Caller(self._name), None
-            self._failed("no answer")
         deadlines = [self._next] if self._call is None else [self._call.started + e.ttl + 0.01]
-        if e._held is not None:
-            deadlines.append(e._held[1])
-        return max(0.0, min(deadlines) - e._clock())
+        if life.held is not None:
+            deadlines.append(life.held[1])
+        return min(LONGEST_SLEEP, max(0.0, min(deadlines) - e._clock()))
+
+    def _leave_behind(self) -> None:
+        """Give up a call that gets no answer: that would tell nothing that is still so."""
+        releasing, self._call = self._answered == self._released, None
+        self._caller.stop()
+        self._caller = _Caller(self._name)
+        self._failed("no answer")
+        if releasing:
+            self._rename()
 
     def _begin(self, now: float) -> None:
-        e = self._e
-        if e._held is not None:
-            self._ask(lambda _: e.store.try_acquire(e.key, e.holder, e.ttl, above=e._highest), self._renewed)
+        e, holder = self._e, self._life.holder
+        if self._life.held is not None:
+            self._ask(lambda _: e.store.try_acquire(e.key, holder, e.ttl, above=e._highest), self._renewed)
         elif now < e._hold_off_until or not e._is_fit():
             self._next = now + e.poll
             if self._due_to_register(now):
-                self._ask(lambda _: e.store.register(e.key, e.holder), self._heard)
+                self._ask(lambda _: e.store.register(e.key, holder), self._heard)
         else:
-            self._ask(self._look, self._looked)
+            self._ask(lambda call: self._look(call, holder), self._looked)
 
-    def _ask(self, ask: Callable[[_Call], Any], answered: Callable[[_Call], None]) -> None:
+    def _ask(self, ask: Callable[[_Call], Any], answered: Callable[[_Call], object]) -> None:
         self._call, self._answered = _Call(ask, self._life.wake.set, self._e._clock()), answered
         self._caller.submit(self._call)
 
@@ -354,20 +394,24 @@ class _Run:
     def _due_to_register(self, now: float) -> bool:
         return self._registered_at is None or now - self._registered_at >= self._e.interval
 
-    def _look(self, call: _Call) -> Term | None:
+    def _look(self, call: _Call, holder: str) -> Term | None:
         """In the thread that asks: the term of this one, if it could be had; else that of another."""
         e = self._e
         now = e._clock()
         term = e.store.current(e.key)
         if term is not None:
             e._highest = max(e._highest, term.number)
-        if term is not None and term.left > 0 and term.holder != e.holder and not self._is_stale(term, now):
+        if term is not None and term.left > 0 and not self._is_ours(term) and not self._is_stale(term, now):
             if self._due_to_register(now):
-                e.store.register(e.key, e.holder)
+                e.store.register(e.key, holder)
                 self._registered_at = now
             return term
-        call.started = e._clock()
-        return e.store.try_acquire(e.key, e.holder, e.ttl, above=e._highest)
+        call.started, call.acquired = e._clock(), True
+        return e.store.try_acquire(e.key, holder, e.ttl, above=e._highest)
+
+    def _is_ours(self, term: Term) -> bool:
+        """Whether it is this one's to go on with; not one that it has told to be over, which may be valid yet."""
+        return term.holder == self._life.holder and term.number > self._e._ended
 
     def _is_stale(self, term: Term, now: float) -> bool:
         """Whether a term that says it is valid was not renewed for long: the store's clock may have been set back."""
@@ -379,11 +423,20 @@ class _Run:
     def _looked(self, call: _Call) -> None:
         if not self._succeeded(call):
             return
-        e, term = self._e, call.answer
-        if term is not None and term.holder == e.holder:
+        e, holder, term = self._e, self._life.holder, call.answer
+        if term is not None and self._is_ours(term):
+            if e._clock() < e._hold_off_until:
+                # It resigned meanwhile.
+                e._ended = term.number
+                self._release()
+                return
             self._hold(call, term)
-            self._ask(lambda _: e.store.withdraw(e.key, e.holder), self._heard)
-            self._registered_at = None
+            if self._life.held is not None:
+                self._registered_at = None
+                self._ask(lambda _: e.store.withdraw(e.key, holder), self._succeeded)
+            return
+        if term is not None and term.holder == holder and call.acquired:
+            self._release()
             return
         left = term.left if term is not None and term.left > 0 else 0.0
         self._next = e._clock() + (min(e.poll, left + 0.005) if left else e.poll)
@@ -391,14 +444,14 @@ class _Run:
     # -- leading -------------------------------------------------------------------------------------
 
     def _hold(self, call: _Call, term: Term) -> None:
-        e = self._e
-        before = e._held
+        e, life = self._e, self._life
+        before = life.held
         e._highest = max(e._highest, term.number)
         e._store_time = (term.seen_at, e._clock())
         until = call.started + e.renew_deadline
         self._next = call.started + random.uniform(e.interval / JITTER, e.interval)
         if before is not None and before[0].number == term.number:
-            e._held = (term, until)
+            life.held = (term, until)
             return
         if before is not None:
             self._step_down("its term was taken away")
@@ -406,8 +459,8 @@ class _Run:
             # The answer came too late to be trusted; the next attempt renews the term.
             self._next = e._clock()
             return
-        e._held = (term, until)
-        logger.info("%s leads %s, term %d", e.holder, e.key, term.number)
+        life.held = (term, until)
+        logger.info("%s leads %s, term %d", self._life.holder, e.key, term.number)
         e._tell(e._on_gained, term)
 
     def _renewed(self, call: _Call) -> None:
@@ -416,31 +469,38 @@ class _Run:
         if call.answer is None:
             self._step_down("somebody else has its term")
             self._next = self._e._clock()
-        elif self._e._held is not None:
+        elif self._life.held is not None:
             self._hold(call, call.answer)
         else:
             # It was stepped down from meanwhile: the store need not wait for it to run out.
             self._release()
 
     def _release(self) -> None:
-        e = self._e
-        if e._held is None:
-            self._ask(lambda _: e.store.release(e.key, e.holder), self._released)
+        e, holder = self._e, self._life.holder
+        self._ask(lambda _: e.store.release(e.key, holder), self._released)
 
     def _released(self, call: _Call) -> None:
-        self._succeeded(call)
-        self._next = self._e._clock() + self._e.poll
+        if self._succeeded(call):
+            self._next = self._e._clock() + self._e.poll
+        else:
+            # It may still be on its way, and would then end the next term of this holder.
+            self._rename()
+
+    def _rename(self) -> None:
+        if self._e._life is self._life:
+            self._life.holder = self._e._rename()
 
     def _heard(self, call: _Call) -> None:
-        if self._succeeded(call) and self._e._held is None:
+        if self._succeeded(call):
             self._registered_at = call.started
 
     def _step_down(self, why: str) -> None:
         e = self._e
-        held, e._held = e._held, None
+        held, self._life.held = self._life.held, None
         if held is None:
             return
-        logger.warning("%s leads %s no more, term %d: %s", e.holder, e.key, held[0].number, why)
+        e._ended = max(e._ended, held[0].number)
+        logger.warning("%s leads %s no more, term %d: %s", held[0].holder, e.key, held[0].number, why)
         self._next = min(self._next, e._clock() + e.poll)
         e._tell(e._on_lost, held[0])
 
@@ -469,26 +529,41 @@ class _Run:
 
     def _end(self) -> None:
         """Resign. In the thread that asks, so that a store that is away holds nobody up for long."""
-        e = self._e
-        led, e._held = e._held is not None, None
+        e, holder = self._e, self._life.holder
+        held, self._life.held = self._life.held, None
+        if held is not None:
+            e._ended = max(e._ended, held[0].number)
+        # What is under way, or was not looked at any more, may have acquired one.
+        may_hold = held is not None or self._call is not None
 
         def part(_: _Call) -> None:
-            if led or (self._call is not None and not self._call.ended):
-                e.store.release(e.key, e.holder)
-            e.store.withdraw(e.key, e.holder)
+            if may_hold:
+                e.store.release(e.key, holder)
+            e.store.withdraw(e.key, holder)
 
         done = threading.Event()
-        self._caller.submit(_Call(part, done.set, e._clock()))
-        if not done.wait(STOP_WITHIN):
-            logger.warning("the store of %s did not hear that %s has ended; its term runs out", e.key, e.holder)
+        last = _Call(part, done.set, e._clock())
+        self._caller.submit(last)
         self._caller.stop()
+        if not done.wait(STOP_WITHIN) or last.error is not None:
+            why = "no answer" if last.error is None else last.error
+            logger.warning("%s could not resign from %s; its term runs out by itself: %s", holder, e.key, why)
+            self._rename()
+        else:
+            self._caller.thread.join(STOP_WITHIN)
+
+
+def _extended(name: str, end: str) -> str:
+    return name[: MAX_NAME - len(end)] + end
 
 
 def _after_fork() -> None:
-    # The threads are the parent's, and so is the term.
+    # The threads are the parent's, and so is the term; and the name, since the parent may compete under it later.
     for elector in list(_electors):
+        given = elector._given_holder
+        elector.holder = new_holder() if given is None else _extended(given, f":{os.getpid()}")
+        elector._given_holder = None if given is None else elector.holder
         elector._lock = threading.Lock()
-        elector.holder = elector.holder if elector._thread is None else new_holder()
         elector._reset()
 
 
