@@ -95,7 +95,7 @@ class Native:
         self._begin()
         if time.monotonic() >= self._next_look:
             self._look(now)
-        self._send_again()
+        self._send_again(now)
         for _ in range(AT_ONCE):
             if not self._heap or self._heap[0][0] > now:
                 break
@@ -261,12 +261,17 @@ class Native:
 
         return publish
 
-    def _send_again(self) -> None:
+    def _send_again(self, now: int) -> None:
+        """Send what an earlier leader may not have sent, unless a later tick makes up for it anyway."""
         while self._unsent:
             tick = self._unsent[0]
             planned = self._known.get(tick.name)
+            due = None if planned is None or not planned.row.enabled else self._next(planned)
             if planned is None:
                 logger.warning("beat: a tick of %r may not have been sent, and the entry is gone", tick.name)
+                self._sender.give_up(tick)
+            elif due is not None and due <= now:
+                logger.warning("beat: %r may not have been sent by an earlier leader, and is due again", tick.name)
                 self._sender.give_up(tick)
             else:
                 logger.warning("beat: %r may not have been sent by an earlier leader; sent again", tick.name)

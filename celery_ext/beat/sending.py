@@ -152,7 +152,7 @@ class Sender:
         self._schedules.sent(self.term.key, tick.name, tick.due_at)
 
     def give_up(self, tick: Tick) -> None:
-        """Forget a tick whose entry is gone."""
+        """Forget a tick that is not to be sent again: its entry is gone, or another one makes up for it."""
         self._schedules.sent(self.term.key, tick.name, tick.due_at)
 
     def _fail(self, due: Due, tick: Tick) -> Outcome:

@@ -233,12 +233,16 @@ class Foreign:
         return float(wait or 0.0)
 
     def _send_again(self) -> None:
+        """Send what an earlier leader may not have sent, unless a later tick makes up for it anyway."""
         guard = self._guard
         while self._unsent:
             tick = self._unsent[0]
             entry = self._scheduler.schedule.get(tick.name)
             if entry is None:
                 logger.warning("beat: a tick of %r may not have been sent, and the entry is gone", tick.name)
+                guard.sender.give_up(tick)
+            elif self._scheduler.is_due(entry)[0]:
+                logger.warning("beat: %r may not have been sent by an earlier leader, and is due again", tick.name)
                 guard.sender.give_up(tick)
             else:
                 logger.warning("beat: %r may not have been sent by an earlier leader; sent again", tick.name)

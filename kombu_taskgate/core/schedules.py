@@ -203,8 +203,8 @@ class Schedules(Protocol):
 
         The entry's ``last_run_at``, ``last_due_at`` and ``total_run_count`` follow unless the tick is SKIPPED.
         Returns whether it was stored. Not when the entry is gone, is disabled (unless on request), or has another
-        base than was seen: then nothing is changed. Nor when the tick (entry, due time) is there already: then only the base (and the
-        request) is, and no task is enqueued.
+        base than was seen: then nothing is changed. Nor when the tick (entry, due time) is there already: then only
+        the base (and the request) is, and no task is enqueued.
 
         Args:
             term: under which it is sent; names the schedule.

@@ -51,7 +51,7 @@ def beats(main_url: str, tmp_path: Path) -> Iterator[DjangoBeats]:
 
 
 def test_database_scheduler(beats: DjangoBeats) -> None:
-    """B90: rows that change while it runs are heard of. B94: what the code has no longer is disabled. All over a kill."""
+    """B90: rows that change while it runs are heard of. B94: what the code has no longer is disabled."""
     beats.start(2)
     beats.wait_ticks(3, "code")
     beats.django("add", "row", "1")

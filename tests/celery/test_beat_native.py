@@ -347,8 +347,15 @@ def test_rows_that_can_not_be_right(make: Make, caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize(
-    "entry", [{"task": "t"}, {"schedule": 1.0}, {"task": "t", "schedule": 1.0, "color": "red"}, 7, {"task": "t", "schedule": 1.0, "timezone": "Mars/Olympus"}]
-)  # fmt: skip
+    "entry",
+    [
+        {"task": "t"},
+        {"schedule": 1.0},
+        {"task": "t", "schedule": 1.0, "color": "red"},
+        7,
+        {"task": "t", "schedule": 1.0, "timezone": "Mars/Olympus"},
+    ],
+)
 def test_code_that_can_not_be_right(entry: Any) -> None:
     """It is told at start, with the entry's name."""
     app = Celery("wrong", broker="memory://", set_as_current=False)
@@ -399,6 +406,27 @@ def test_a_broker_that_is_away(make: Make, monkeypatch: pytest.MonkeyPatch) -> N
     assert scene.sent() == [10]
     scene.run(10)
     assert scene.sent() == [10, 20]
+
+
+def test_one_tick_makes_up_for_both(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tick that may not have been sent is not repeated when its entry is due again by then."""
+    scene = make(apart=True, beat_schedule={"often": {"task": "t", "schedule": 10.0}})
+    scene.clock.advance(10)
+
+    def away(*_: Any, **__: Any) -> None:
+        raise OperationalError("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scene.publisher, "publish", away)
+        with pytest.raises(NotSent):
+            scene.tick()
+    scene.clock.advance(25)
+    scene.lead("two")
+    scene.tick()
+    assert len(scene.broker.list()) == 1
+    assert scene.broker.schedules.unsent("k") == []
+    scene.run(10)
+    assert len(scene.broker.list()) == 2
 
 
 def test_an_hour_more_and_an_hour_less(scene_in_memory: Make) -> None:

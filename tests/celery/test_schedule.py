@@ -52,7 +52,7 @@ def here() -> Iterator[Schedule]:
 
 
 def test_an_entry_comes_back_as_it_was_given(schedule: Schedule, app: Celery) -> None:
-    @app.task(name="shop.report")
+    @app.task(name="shop.report", shared=False)
     def report() -> None: ...
 
     moment = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
