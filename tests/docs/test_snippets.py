@@ -7,6 +7,7 @@ import inspect
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,7 +48,8 @@ def check_command(line: str) -> None:
         assert all(re.search(rf"^{extra} = ", (ROOT / "pyproject.toml").read_text(), re.MULTILINE) for extra in extras)
     elif program == "celery":
         assert words[:2] == ["-A", "proj"]
-        celery_command.commands[words[2]].make_context(words[2], words[3:])
+        app = SimpleNamespace(app=Celery("proj", set_as_current=False))  # some options have the app's defaults
+        celery_command.commands[words[2]].make_context(words[2], words[3:], obj=app)
     elif program == "python":
         assert words[0] == "-c"
         (call,) = [
