@@ -295,6 +295,13 @@ def test_relative_intervals_go_on_and_are_caught_up(
         assert latest <= end < following
 
 
+def test_whole_hours_where_clocks_change_by_half_an_hour() -> None:
+    due = walked(interval(3600, relative=True), ms("2024-04-06T14:00"), ms("2024-04-06T17:00"), LORD_HOWE)
+    assert [local(each, LORD_HOWE)[11:] for each in due] == [
+        "01:00:00+11:00", "01:30:00+10:30", "02:00:00+10:30", "03:00:00+10:30",
+    ]  # fmt: skip
+
+
 def test_relative_days_are_days_of_the_calendar() -> None:
     every = interval(timedelta(days=1), relative=True)
     due = walked(every, ms("2024-03-29", BERLIN), ms("2024-04-03", BERLIN), BERLIN)

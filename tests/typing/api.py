@@ -8,6 +8,7 @@ from typing import Any
 from typing_extensions import assert_type
 
 import celery_ext
+from celery_ext.schedule import Schedule, ScheduleEntry, ScheduleTick
 from kombu_taskgate.core.broker import Broker, Notify
 from kombu_taskgate.core.clock import Clock, to_ms
 from kombu_taskgate.core.errors import LeaseLost, TaskCanceled, TaskExists, TaskgateError
@@ -36,6 +37,15 @@ from kombu_taskgate.core.topology import Binding, Exchange, Queue, Topology
 
 assert_type(celery_ext.__version__, str)
 assert_type(celery_ext.inspect_task("id"), celery_ext.TaskInfo | None)
+
+
+def the_schedule(app: Any) -> None:
+    """Periodic entries at run time."""
+    with Schedule(app) as schedule:
+        assert_type(schedule.list(), list[ScheduleEntry])
+        assert_type(schedule.get("report"), ScheduleEntry | None)
+        assert_type(schedule.add("report", "shop.report", crontab="0 9 * * *", args=[1]), ScheduleEntry)
+        assert_type(schedule.ticks("report"), Sequence[ScheduleTick])
 
 
 class FixedClock:
