@@ -1,11 +1,11 @@
 """LeaderElector: of all who compete for a key, one leads.
 
 The guarantee: of all electors of a key that a store knows, at most one trusts that it leads at any moment, as long as
-local clocks run at the same rate to within the margin, and the store's clock is not set. Terms have numbers that only
-grow. The guarantee it does not give: fencing. A leader that is frozen right after it looked at
-:attr:`LeaderElector.is_leader` goes on with what it was about to do when it is continued, although somebody else leads
-by then. Where that matters the number of the term has to be checked by whatever is written to, in the transaction that
-writes.
+local clocks run at the same rate to within the margin, the store's clock is not set, and nobody deletes or changes its
+row (who did lead then learns of it by its next renewal). Terms have numbers that only grow. The guarantee it does not
+give: fencing. A leader that is frozen right after it looked at :attr:`LeaderElector.is_leader` goes on with what it was
+about to do when it is continued, although somebody else leads by then. Where that matters the number of the term has to
+be checked by whatever is written to, in the transaction that writes.
 
 How it works: the leader renews its term every ``interval``. It trusts it until the *start* of the last attempt that
 succeeded + ``renew_deadline``, by a local clock; others may lead only when the store's ``ttl`` is over, which began
