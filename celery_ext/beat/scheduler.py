@@ -22,7 +22,7 @@ from .publishing import Publisher
 from .sending import NotSent, Sender
 from .settings import beat_settings
 from .stores import Stores
-from .wrapping import Foreign, scheduler_class
+from .wrapping import Foreign, scheduler_class, scheduler_name
 
 logger = logging.getLogger("celery_ext.beat")
 
@@ -80,7 +80,8 @@ class TaskgateScheduler(Scheduler):
         **options: Any,
     ) -> None:
         self._settings = beat_settings(app)
-        self._class = scheduler_class(self._settings.scheduler) if self._settings.scheduler else None
+        self._wraps = scheduler_name(app, self._settings.scheduler)
+        self._class = scheduler_class(self._wraps) if self._wraps else None
         self._options = {**options, "Producer": Producer, "sync_every_tasks": sync_every_tasks}
         if max_interval is not None:
             self._options["max_interval"] = max_interval
@@ -124,7 +125,7 @@ class TaskgateScheduler(Scheduler):
     @property
     def info(self) -> str:
         """For the banner."""
-        wraps = f" around {self._settings.scheduler}" if self._settings.scheduler else ""
+        wraps = f" around {self._wraps}" if self._wraps else ""
         return (
             f"    . taskgate -> {self._settings.key}{wraps}\n"
             f"    . lease -> {self._stores.shown} ({self._settings.ttl:g} s)"

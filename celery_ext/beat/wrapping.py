@@ -7,12 +7,13 @@ is in the store, so the next leader's knows that, however seldom the class itsel
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from typing import Any
 
 from celery.beat import PersistentScheduler, Scheduler
-from celery.utils.imports import symbol_by_name
+from celery.utils.imports import load_extension_class_names, symbol_by_name
 from celery.utils.time import maybe_make_aware
 
 from kombu_taskgate.core.errors import ConfigError, TaskgateError
@@ -28,18 +29,50 @@ from .stores import Stores
 logger = logging.getLogger("celery_ext.beat")
 
 
+#: What a setting may name instead of a class that is wrapped.
+OWN = ("taskgate", "celery_ext.beat.scheduler:TaskgateScheduler", "celery_ext.beat.scheduler.TaskgateScheduler")
+#: Celery's default, whose entries are those of the code: taskgate's own scheduler has them too.
+_DEFAULT = ("celery.beat:PersistentScheduler", "celery.beat.PersistentScheduler", "celery.beat:Scheduler")
+_DJANGO = "django_celery_beat.schedulers:DatabaseScheduler"
+
+
+def scheduler_name(app: Any, named: str) -> str:
+    """The class that is to be wrapped; empty: none.
+
+    Args:
+        app: the Celery app.
+        named: what ``beat_taskgate_scheduler`` says. If it says nothing, it is the one that the app had before: that of
+            ``beat_scheduler``, or django-celery-beat's where that is among the installed apps of a Django project.
+    """
+    if not named:
+        before = str(app.conf.beat_scheduler or "")
+        if before not in (*OWN, *_DEFAULT, ""):
+            named = before
+        elif _has_django_celery_beat():
+            named = _DJANGO
+    return "" if named in OWN else named
+
+
+def _has_django_celery_beat() -> bool:
+    # Whoever has it installed has loaded it by now, and Django with it.
+    apps = sys.modules.get("django.apps")
+    if apps is None or "django_celery_beat" not in sys.modules:
+        return False
+    return bool(apps.apps.ready and apps.apps.is_installed("django_celery_beat"))
+
+
 def scheduler_class(name: str) -> type[Scheduler]:
-    """The class that a setting names.
+    """The class that a setting names, by its path or by its name among Celery's entry points.
 
     Raises:
         ConfigError: there is none, or it is no scheduler.
     """
     try:
-        found = symbol_by_name(name)
+        found = symbol_by_name(name, aliases=dict(load_extension_class_names("celery.beat_schedulers")))
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{PRE}scheduler {name!r} can't be imported: {error}") from error
+        raise ConfigError(f"the scheduler {name!r} ({PRE}scheduler) can't be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Scheduler)):
-        raise ConfigError(f"{PRE}scheduler {name!r} is no subclass of celery.beat.Scheduler")
+        raise ConfigError(f"the scheduler {name!r} ({PRE}scheduler) is no subclass of celery.beat.Scheduler")
     return found
 
 

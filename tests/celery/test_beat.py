@@ -336,7 +336,7 @@ def test_bad_settings_end_at_once(make_beats: MakeBeats, tmp_path: Path) -> None
         ({"beat_taskgate_lease_ttl": "soon"}, "must be a number of seconds, not 'soon'"),
         ({"beat_taskgate_lease_interval": 5}, "renew_deadline"),
         ({"beat_taskgate_scheduler": "no.such:Scheduler"}, "can't be imported"),
-        ({"beat_taskgate_scheduler": "celery:Celery"}, "is no subclass of celery.beat.Scheduler"),
+        ({"beat_scheduler": "celery:Celery"}, "is no subclass of celery.beat.Scheduler"),
         ({"broker_url": "redis://:s3cret@127.0.0.1/11"}, "beat_taskgate_lease_url"),
         ({"beat_taskgate_lease_url": "oracle://a:s3cret@b/c"}, "oracle"),
     ):

@@ -41,9 +41,8 @@ class DjangoBeats(Beats):
 
 @pytest.fixture
 def beats(main_url: str, tmp_path: Path) -> Iterator[DjangoBeats]:
-    conf: dict[str, Any] = {"beat_taskgate_scheduler": "django_celery_beat.schedulers:DatabaseScheduler"}
     prefix = f"d{uuid.uuid4().hex[:10]}_"
-    beats = DjangoBeats(main_url, tmp_path, prefix, {"code": 1, "old": 1}, conf, app="tests.workers.beat_django")
+    beats = DjangoBeats(main_url, tmp_path, prefix, {"code": 1, "old": 1}, app="tests.workers.beat_django")
     beats.django("migrate")
     yield beats
     beats.close()
