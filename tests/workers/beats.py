@@ -16,7 +16,7 @@ from typing import Any
 
 from kombu_taskgate.core.broker import Broker
 from kombu_taskgate.core.factory import open_broker
-from kombu_taskgate.core.model import Task
+from kombu_taskgate.core.model import Filter, Task
 from kombu_taskgate.core.schedules import Tick
 from kombu_taskgate.core.settings import BrokerSettings
 from kombu_taskgate.core.terms import Term
@@ -147,7 +147,7 @@ class Beats:
 
     def sent(self) -> list[Task]:
         """The messages that are stored."""
-        return self.broker.list()
+        return self.broker.list(Filter(limit=1_000_000))
 
     def wait_ticks(self, number: int, name: str | None = None, timeout: float = 30.0) -> list[Tick]:
         try:
