@@ -38,10 +38,10 @@ _keepers: weakref.WeakSet[LeaseKeeper] = weakref.WeakSet()
 class _Kept:
     """One session and when it was last known to be alive (monotonic seconds, at the start of the attempt)."""
 
-    def __init__(self, session: Session, attempt: float) -> None:
+    def __init__(self, session: Session, attempt: float, every: float | None) -> None:
         self.session = session
         self.renewed = attempt
-        self.next = attempt + session.ttl / 3
+        self.next = attempt + (session.ttl / 3 if every is None else every)
         #: Leases that the last look found and nobody here knew: given back when seen twice.
         self.strange: dict[int, int] = {}
         self.rounds = 0
@@ -57,6 +57,8 @@ class LeaseKeeper:
         queue_lease_ttl: lease time in seconds of single queues, by name.
         on_lost: called (in the keeper's thread) with leases that another may have taken.
         on_canceled: called (in the keeper's thread), once each, with leases whose execution was canceled.
+        every: seconds between two renewals; when not given, a third of the lease time, and half of it while nothing is
+            held.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class LeaseKeeper:
         *,
         on_lost: Leases | None = None,
         on_canceled: Leases | None = None,
+        every: float | None = None,
     ) -> None:
         self._broker = broker
         self._owner = owner
@@ -75,6 +78,7 @@ class LeaseKeeper:
         self._ttls = dict(queue_lease_ttl or {})
         self._on_lost = on_lost
         self._on_canceled = on_canceled
+        self._every = every
         self._reset()
         _keepers.add(self)
 
@@ -178,7 +182,7 @@ class LeaseKeeper:
 
     def _open(self, ttl: float) -> _Kept:
         attempt = time.monotonic()
-        kept = _Kept(self._broker.open_session(self._owner, ttl), attempt)
+        kept = _Kept(self._broker.open_session(self._owner, ttl), attempt, self._every)
         self._kept = {**self._kept, ttl: kept}
         # The thread may be asleep for longer than this session's lease time.
         self._wake.set()
@@ -220,7 +224,7 @@ class LeaseKeeper:
             logger.info("leases of %s are renewed again", self._owner)
         kept.renewed = attempt
         # Who holds nothing has less to lose, and enough time to try again all the same.
-        kept.next = attempt + kept.session.ttl / (3 if mine else 2)
+        kept.next = attempt + (kept.session.ttl / (3 if mine else 2) if self._every is None else self._every)
         if not look:
             return
         here = {(id, token) for id, token in found.held.items()}
