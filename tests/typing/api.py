@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import celery_ext
 from celery_ext.schedule import Schedule, ScheduleEntry, ScheduleTick
 from kombu_taskgate.core.broker import Broker, Notify
 from kombu_taskgate.core.clock import Clock, to_ms
+from kombu_taskgate.core.election import LeaderElector
 from kombu_taskgate.core.errors import LeaseLost, TaskCanceled, TaskExists, TaskgateError
 from kombu_taskgate.core.factory import open_broker
 from kombu_taskgate.core.lease import LeaseKeeper
@@ -30,9 +32,13 @@ from kombu_taskgate.core.model import (
     StateChange,
     Task,
 )
+from kombu_taskgate.core.pool import Pool
 from kombu_taskgate.core.reaper import Reaper
+from kombu_taskgate.core.redis_terms import RedisTerms
 from kombu_taskgate.core.settings import BrokerSettings
+from kombu_taskgate.core.singlepod import Lock, RedisLock, SinglePod, SinglePodConfig, SqlLock
 from kombu_taskgate.core.sql.broker import SqlBroker
+from kombu_taskgate.core.terms import Candidate, LeaseStore, Term
 from kombu_taskgate.core.topology import Binding, Exchange, Queue, Topology
 
 assert_type(celery_ext.__version__, str)
@@ -122,6 +128,41 @@ def work(broker: Broker) -> None:
             assert_type(problem.args, tuple[Any, ...])
     assert_type(broker.close_session(session), int)
     assert_type(broker.reap_expired(), int)
+
+
+def lead(broker: Broker) -> None:
+    terms: list[LeaseStore] = [broker.terms, RedisTerms("redis://127.0.0.1", prefix="app:")]
+    assert_type(terms[0].try_acquire("reports", "me", 15.0), Term | None)
+    assert_type(terms[0].candidates("reports"), list[Candidate])
+
+    def gained(term: Term) -> None:
+        assert_type(term.number, int)
+
+    elector = LeaderElector(broker.terms, "reports", ttl=15.0, on_gained=gained, fit=lambda: True)
+    elector.start()
+    assert_type(elector.is_leader, bool)
+    assert_type(elector.term, Term | None)
+    assert_type(elector.now_ms(), int | None)
+    elector.resign(hold_off=60.0)
+    elector.stop()
+
+
+def work_alone(broker: Broker) -> None:
+    locks: list[Lock] = [SqlLock("sqlite:///taskgate.db"), SqlLock(settings), RedisLock("redis://127.0.0.1")]
+
+    def job(stop: threading.Event) -> None:
+        stop.wait(1.0)
+
+    pod = SinglePod("nightly", locks[0], job, config=SinglePodConfig(ttl=15, max_run=60.0), on_error=print)
+    pod.start()
+    assert_type(pod.stop(), bool)
+
+    def run(claim: Claim, stop: threading.Event) -> bytes | None:
+        return None if stop.is_set() else claim.payload
+
+    pool = Pool(broker, ["mail", "reports"], run, 8, retry_delay=lambda claim: 2.0 * claim.attempts)
+    pool.start()
+    assert_type(pool.stop(within=10.0), bool)
 
 
 def operate(broker: Broker) -> None:
