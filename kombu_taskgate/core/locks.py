@@ -13,7 +13,7 @@ from .settings import BrokerSettings
 from .terms import LeaseStore
 
 if TYPE_CHECKING:
-    from redis import Redis
+    from .redis_link import Server
 
 
 class Lock(Protocol):
@@ -127,7 +127,7 @@ class RedisLock(TermLock):
         ConfigError: see :class:`~kombu_taskgate.core.redis_terms.RedisTerms`.
     """
 
-    def __init__(self, server: str | Redis, prefix: str = "taskgate:") -> None:
+    def __init__(self, server: Server, prefix: str = "taskgate:") -> None:
         self._redis = RedisTerms(server, prefix)
         super().__init__(self._redis)
 

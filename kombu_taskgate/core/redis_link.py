@@ -10,7 +10,12 @@ from .clock import Clock
 from .errors import ConfigError, StoreUnavailable
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
     from redis import Redis
+
+    #: A URL, or a client.
+    Server: TypeAlias = str | Redis
 
 #: Longest wait in seconds for a connection, and for an answer. Once each is tried again.
 TIMEOUT = 2.0
@@ -39,7 +44,7 @@ class RedisLink:
         ConfigError: the URL or the prefix is wrong, or the package redis is not installed.
     """
 
-    def __init__(self, server: str | Redis, prefix: str, clock: Clock | None = None) -> None:
+    def __init__(self, server: Server, prefix: str, clock: Clock | None = None) -> None:
         try:
             import redis
         except ImportError:

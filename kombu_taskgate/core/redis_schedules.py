@@ -23,7 +23,7 @@ from .schedules import Entry, Progress, Tick, TickState
 from .terms import Term
 
 if TYPE_CHECKING:
-    from redis import Redis
+    from .redis_link import Server
 
 T = TypeVar("T")
 
@@ -148,7 +148,7 @@ class RedisSchedules:
         ConfigError: the URL or the prefix is wrong, or the package redis is not installed.
     """
 
-    def __init__(self, server: str | Redis, prefix: str = "taskgate:", *, clock: Clock | None = None) -> None:
+    def __init__(self, server: Server, prefix: str = "taskgate:", *, clock: Clock | None = None) -> None:
         self._link = RedisLink(server, prefix, clock)
         self._all = f"{prefix}schedules"
         #: Schedules that are known to be noted there.

@@ -10,7 +10,7 @@ from .settings import check_name
 from .terms import REMEMBERED, TOO_LONG, Candidate, Term, check
 
 if TYPE_CHECKING:
-    from redis import Redis
+    from .redis_link import Server
 
 #: Reads a term from the hash KEYS[1]. For scripts that write under a term, too: those have to ask ``valid``.
 READ_TERM = f"""
@@ -108,7 +108,7 @@ class RedisTerms:
         ConfigError: the URL or the prefix is wrong, or the package redis is not installed.
     """
 
-    def __init__(self, server: str | Redis, prefix: str = "taskgate:", *, clock: Clock | None = None) -> None:
+    def __init__(self, server: Server, prefix: str = "taskgate:", *, clock: Clock | None = None) -> None:
         self._link = RedisLink(server, prefix, clock)
 
     def __repr__(self) -> str:
