@@ -479,7 +479,9 @@ def test_clock_of_the_store_set_back(lab: Lab) -> None:
     lab.settle()
     lab.clock.advance(-TTL * 0.9)
     tried = standby.store.calls["try_acquire"]
-    assert lab.pass_until(lambda: standby.store.calls["try_acquire"] > tried, "it is tried") > TTL * 1.5
+    waited = lab.pass_until(lambda: standby.store.calls["try_acquire"] > tried, "it is tried")
+    # By the store it seems to last for 1.9 of its ttl.
+    assert TTL * 1.5 < waited < TTL * 1.7
     lab.pass_until(lambda: standby.is_leader, "the standby leads")
 
 
