@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Callable, Iterable
 from datetime import timedelta, tzinfo
@@ -139,7 +138,7 @@ def checked_interval(text: object, seconds: float, app: Any, *, relative: bool =
     Raises:
         ConfigError: the number is out of bounds. The error shows ``text``.
     """
-    if not math.isfinite(seconds) or not SHORTEST <= seconds <= LONGEST:
+    if not SHORTEST <= seconds <= LONGEST:
         _refuse(text, "the interval is out of bounds", f"it can be {SHORTEST} seconds to 100 years")
     return interval(timedelta(seconds=seconds), relative=relative, app=app)
 

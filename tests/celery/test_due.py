@@ -30,12 +30,13 @@ KOLKATA = ZoneInfo("Asia/Kolkata")
 SAO_PAULO = ZoneInfo("America/Sao_Paulo")
 ST_JOHNS = ZoneInfo("America/St_Johns")
 APIA = ZoneInfo("Pacific/Apia")
+PYONGYANG = ZoneInfo("Asia/Pyongyang")
 #: Around a day on which the clocks are changed, or any day.
 CHANGES = [
     (BERLIN, "2024-03-31"), (BERLIN, "2024-10-27"), (NEW_YORK, "2024-03-10"), (NEW_YORK, "2024-11-03"),
     (LORD_HOWE, "2024-04-07"), (LORD_HOWE, "2024-10-06"), (SAO_PAULO, "2018-02-18"), (SAO_PAULO, "2018-11-04"),
     (ST_JOHNS, "2005-04-03"), (ST_JOHNS, "2005-10-30"), (APIA, "2011-12-30"), (UTC, "2024-02-29"),
-    (KOLKATA, "2023-03-01"),
+    (KOLKATA, "2023-03-01"), (PYONGYANG, "2018-05-04"),
 ]  # fmt: skip
 
 
@@ -115,6 +116,7 @@ crontabs = st.builds(
 @example(crontab(minute="1,30", day_of_month="29"), (ST_JOHNS, "2005-10-30"), 0)
 @example(crontab(minute="0", hour="0"), (SAO_PAULO, "2018-11-04"), 0)
 @example(crontab(minute="0", hour="9"), (APIA, "2011-12-30"), 0)
+@example(crontab(minute="2,35"), (PYONGYANG, "2018-05-04"), 0)
 def test_crontabs_against_the_reference(cron: crontab, change: tuple[ZoneInfo, str], shift: int) -> None:
     zone, day = change
     start = ms(day) - DAY + shift
@@ -169,6 +171,9 @@ def test_a_base_between_two_occurrences_of_one_time() -> None:
     base = ms("2024-10-27T00:40")
     assert next_due(crontab(minute="20,50", hour="2"), base, BERLIN) == ms("2024-10-27T00:50")
     assert next_due(crontab(minute="20", hour="2"), base, BERLIN) == ms("2024-10-28T01:20")
+    again = ms("2024-10-27T01:20")
+    assert next_due(crontab(minute="50", hour="2"), again, BERLIN) == ms("2024-10-28T01:50")
+    assert next_due(crontab(minute="50", hour="2,3"), again, BERLIN) == ms("2024-10-27T02:50")
 
 
 @pytest.mark.parametrize("days", [{30, 31}, {31}])
@@ -295,6 +300,26 @@ def test_relative_intervals_go_on_and_are_caught_up(
         assert latest <= end < following
 
 
+@settings(max_examples=200)
+@given(
+    st.one_of(st.integers(1, 100), st.integers(60, 7200), st.integers(3600, 10 * 86400)),
+    st.sampled_from([UTC, BERLIN]),
+    st.integers(ms("2024-01-01"), ms("2024-12-01")),
+    st.integers(1, 30),
+)
+def test_relative_intervals_are_caught_up_with_what_was_due(
+    seconds: int, zone: ZoneInfo, base: int, steps: int
+) -> None:
+    every = interval(timedelta(seconds=seconds), relative=True)
+    due = [base]
+    for _ in range(steps):
+        following = next_due(every, due[-1], zone)
+        assert following is not None
+        due.append(following)
+    assert latest_due(every, base, due[-1], zone) == due[-1]
+    assert latest_due(every, base, due[-1] - 1, zone) == (due[-2] if steps > 1 else None)
+
+
 def test_whole_hours_where_clocks_change_by_half_an_hour() -> None:
     due = walked(interval(3600, relative=True), ms("2024-04-06T14:00"), ms("2024-04-06T17:00"), LORD_HOWE)
     assert [local(each, LORD_HOWE)[11:] for each in due] == [
@@ -392,6 +417,14 @@ def test_a_schedule_of_another_kind_is_asked() -> None:
     assert next_due(once, ms("2024-01-02"), UTC) is None
     assert next_due(Weekly(app=app), ms("2024-01-01"), UTC) == ms("2024-01-08")
     assert next_due(Holidays(minute=0, hour=9, app=app), ms("2024-01-01T10:00"), UTC) == ms("2024-01-02T09:00")
+
+
+def test_it_does_not_matter_how_long_a_schedule_thinks() -> None:
+    """While it computes, its clock goes on; what it means is a whole second."""
+    readings = iter(datetime(2024, 1, 1, tzinfo=timezone.utc) + timedelta(milliseconds=7 * count) for count in range(9))
+    own = Clocked(datetime(2024, 1, 2, tzinfo=timezone.utc), Celery("due", set_as_current=False))
+    own.nowfun = lambda: next(readings)
+    assert next_due(own, ms("2024-01-01"), UTC) == ms("2024-01-02")
 
 
 def test_a_time_without_a_zone_is_utc_as_celery_has_it() -> None:

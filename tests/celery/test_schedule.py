@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -232,12 +233,14 @@ def test_entries_of_the_code_and_of_another_scheduler(
     app.conf.beat_schedule = {
         "code": {"task": "t", "schedule": crontab(minute=0, hour=9), "timezone": "Asia/Kolkata"},
         "own": {"task": "t", "schedule": Own()},
+        "changed": {"task": "t", "schedule": 5.0},
     }
     broker = open_broker(broker_settings)
     term = broker.terms.try_acquire("k", "me", 60)
     assert term is not None
     rows = [planned.row for planned in code_entries(app).values()]
     rows.append(Entry("older", Source.CODE, "t", "interval 30"))
+    rows = [replace(row, schedule="interval 1d") if row.name == "changed" else row for row in rows]
     broker.schedules.sync(term, rows)
     broker.schedules.tick(term, Tick("django", NOW), Progress(None, NOW, source=Source.FOREIGN))
     broker.close()
@@ -246,6 +249,8 @@ def test_entries_of_the_code_and_of_another_scheduler(
     assert (found["code"].source, found["code"].next_due.hour, found["code"].timezone) == ("code", 9, "Asia/Kolkata")
     # Of another version of the code, and of a kind that raises NotImplementedError.
     assert found["older"].next_due is not None
+    assert found["changed"].next_due is not None
+    assert found["changed"].next_due - datetime.now(timezone.utc) > timedelta(hours=1)
     assert (found["own"].next_due, found["own"].problem is None) == (None, False)
     assert (found["django"].source, found["django"].next_due) == ("foreign", None)
     assert schedule.pause("code").enabled is False
