@@ -97,8 +97,7 @@ def _of_code(app: Any, entry: ScheduleEntry, own: Mapping[str, Any]) -> Planned:
 
 def zone_of(schedule: Any, app: Any) -> tzinfo:
     """The time zone of a schedule: its own, or the app's."""
-    zone = getattr(schedule, "tz", None)
-    return zone if isinstance(zone, tzinfo) else app.timezone
+    return texts.own_zone(schedule) or app.timezone
 
 
 def of_row(app: Any, row: Entry) -> Planned:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kombu_taskgate.core.errors import ConfigError
@@ -40,7 +40,7 @@ class BeatSettings:
     interval: float
     scheduler: str
     starting_deadline: float | None
-    redis_url: str | None
+    redis_url: str | None = field(repr=False)  # it may hold a password
     database: BrokerSettings | None
     is_broker: bool
 
@@ -88,10 +88,11 @@ def _duration(app: Any, name: str, default: float, *, least: float) -> float:
 
 def _refuse_unknown(app: Any) -> None:
     for given in app.conf:
-        name = str(given).lower()
-        if name.startswith(PRE) and name.removeprefix(PRE) not in NAMES:
-            near = difflib.get_close_matches(name, [PRE + known for known in NAMES], 1, 0.0)
-            raise ConfigError(f"the setting {given} is not known: did you mean {near[0]}?")
+        # A namespace, such as Django projects have, may stand before it.
+        _, pre, name = str(given).lower().partition(PRE)
+        if pre and name not in NAMES:
+            near = difflib.get_close_matches(name, NAMES, 1, 0.0)
+            raise ConfigError(f"the setting {given} is not known: did you mean {PRE}{near[0]}?")
 
 
 def _store(app: Any, broker: BrokerSettings | None) -> tuple[str | None, BrokerSettings | None]:
