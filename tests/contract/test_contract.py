@@ -20,8 +20,9 @@ class TestMemory(BrokerContract):
         return InMemory()
 
 
-#: Cases of other groups that ask for a clock of the store's own, or for data that outlive the process's objects.
-NEEDS_A_DATABASE = ["test_wrong_clock_of_the_caller", "test_outlives_brokers", "test_writing_under_a_deleted_term"]
+#: Cases of other groups that ask for a clock of the store's own, for data that outlive objects, or for rows to delete.
+NEEDS_A_DATABASE = ["test_wrong_clock_of_the_caller", "test_outlives_brokers", "test_deleted_term"]
+NEEDS_A_DATABASE += ["test_writing_under_a_deleted_term"]
 
 # What memory is not asked for is left out here instead of being skipped: a skip says that something is missing.
 _SQL_ONLY = [name for cases in (SqlCases, SqlScheduleCases) for name in vars(cases) if name.startswith("test_")]
