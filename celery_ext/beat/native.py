@@ -7,6 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from celery.beat import BeatLazyFunc
@@ -24,10 +25,14 @@ from .stores import Stores
 
 logger = logging.getLogger("celery_ext.beat")
 
-#: Seconds between two looks for changed entries. A look that takes long is repeated more seldom.
+#: Seconds between two looks for changed entries. One that takes long is repeated more seldom.
 LOOK_EVERY = 1.0
 #: A look takes at most this part of the time.
 LOOK_SHARE = 0.02
+#: Longest time in seconds between two looks: what is changed counts within five seconds.
+LONGEST_PAUSE = 4.0
+#: Most entries that one look gives another base.
+MOST_REBASED = 200
 #: An interval that was kept to within this part of it goes on in its rhythm; a later tick begins a new one, so that the
 #: one after it does not follow at once.
 ON_TIME = 0.1
@@ -73,6 +78,13 @@ class Native:
         self._heap: list[tuple[int, int, str]] = []
         self._order = itertools.count()
         self._next_look = 0.0
+        #: Name -> when it is due (ms), as long as its row stays what it was; ``None``: never.
+        self._dues: dict[str, int | None] = {}
+        #: The store's time of the last look.
+        self._looked_at = 0
+        #: Entries that one look has given another base, and whether there are more to come.
+        self._rebased = 0
+        self._look_again = False
         self._unsent: list[Tick] = []
         self._synced = False
         #: Name -> why it is not sent: said once.
@@ -92,7 +104,7 @@ class Native:
         now = self._now_ms()
         if now is None:
             return 0.1
-        self._begin()
+        self._begin(now)
         if time.monotonic() >= self._next_look:
             self._look(now)
         self._send_again(now)
@@ -114,11 +126,13 @@ class Native:
 
     # -- what there is -------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _begin(self, now: int) -> None:
         """Once for each term: tell the store what the code says, and see what an earlier leader left half done."""
         if self._synced:
             return
-        self._stores.schedules.sync(self._sender.term, [planned.row for planned in self._code.values()])
+        # The state is that of new entries: they count from now.
+        code = [replace(planned.row, base_at=now) for planned in self._code.values()]
+        self._stores.schedules.sync(self._sender.term, code)
         self._unsent = [] if self._sender.together else self._stores.schedules.unsent(self._stores.key)
         self._synced = True
 
@@ -126,16 +140,25 @@ class Native:
         started = time.monotonic()
         rows = self._stores.schedules.entries(self._stores.key)
         plans = self._plans.of(rows)
-        heap = []
+        self._rebased, self._look_again = 0, False
+        if now < self._looked_at:
+            self._dues.clear()  # the store's clock was set back
+        self._looked_at = now
+        dues: dict[str, int | None] = {}
         for name, planned in plans.items():
-            due = self._prepare(planned, now)
-            if due is not None:
-                heap.append((due, next(self._order), name))
-        heapq.heapify(heap)
-        self._known, self._heap = plans, heap
+            known = self._known.get(name)
+            if known is not None and name in self._dues and known.row == planned.row:
+                dues[name] = self._dues[name]
+            else:
+                due = self._prepare(planned, now)
+                if not self._look_again:
+                    dues[name] = due
+        self._known, self._dues = plans, dues
+        self._heap = [(due, next(self._order), name) for name, due in dues.items() if due is not None]
+        heapq.heapify(self._heap)
         taken = time.monotonic() - started
-        pause = max(self._look_every, taken / LOOK_SHARE) if self._look_every else 0.0
-        self._next_look = time.monotonic() + pause
+        pause = min(LONGEST_PAUSE, max(self._look_every, taken / LOOK_SHARE)) if self._look_every else 0.0
+        self._next_look = time.monotonic() + (0.0 if self._look_again else pause)
 
     def _prepare(self, planned: Planned, now: int) -> int | None:
         """When an entry is due (ms); ``None``: never, as it is now."""
@@ -172,9 +195,15 @@ class Native:
 
     def _rebase(self, planned: Planned, base: int | None) -> None:
         row = planned.row
+        if self._rebased >= MOST_REBASED:
+            # Each is a transaction: what is due must not wait for thousands of them.
+            self._look_again = True
+            return
+        self._rebased += 1
         if self._stores.schedules.rebase(self._sender.term, row.name, row.base_at, base):
             row.base_at = base
         else:
+            self._look_again = True
             self._next_look = 0.0
 
     # -- sending -------------------------------------------------------------------------------------
@@ -188,6 +217,7 @@ class Native:
             self._send_regular(planned, now)
         # Only now: when sending raises, the entry is still at the top.
         due = now if planned.row.requested_at is not None else self._next(planned) if row.enabled else None
+        self._dues[name] = due
         if due is None:
             heapq.heappop(self._heap)
         else:

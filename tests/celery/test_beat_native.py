@@ -313,6 +313,22 @@ def test_run_now(make: Make) -> None:
     assert not scene.entry("cron").enabled
 
 
+def test_many_new_entries(scene_in_memory: Make) -> None:
+    """What is due does not wait for thousands of others that are seen for the first time."""
+    scene = scene_in_memory(beat_schedule={"often": {"task": "t", "schedule": 1.0}})
+    for number in range(500):
+        scene.broker.schedules.add("k", Entry(f"new {number}", task="t", schedule="interval 60"))
+    scene.run(1)
+    assert scene.sent() == [1]
+    bases = [entry.base_at for entry in scene.broker.schedules.entries("k") if entry.name != "often"]
+    assert 0 < sum(base is not None for base in bases) < 500
+    scene.run(3)
+    assert all(entry.base_at is not None for entry in scene.broker.schedules.entries("k"))
+    scene.run(60)
+    scene.run(0.02, 0.001)  # a hundred ticks at most in each pass
+    assert sum(len(scene.sent(f"new {number}")) for number in range(500)) == 500
+
+
 def test_the_clock_is_set_back(make: Make) -> None:
     """Intervals go on; minutes that were sent are not sent again."""
     scene = make(beat_schedule={"often": {"task": "t", "schedule": 10.0}, "cron": {"task": "t", "schedule": crontab()}})
