@@ -193,18 +193,18 @@ class Native:
             self._told[planned.row.name] = why
             logger.error("beat: entry %r is not sent: %s", planned.row.name, why)
 
-    def _rebase(self, planned: Planned, base: int | None) -> None:
+    def _rebase(self, planned: Planned, base: int | None) -> bool:
+        """Let an entry count from another instant; whether it does now."""
         row = planned.row
-        if self._rebased >= MOST_REBASED:
-            # Each is a transaction: what is due must not wait for thousands of them.
-            self._look_again = True
-            return
-        self._rebased += 1
-        if self._stores.schedules.rebase(self._sender.term, row.name, row.base_at, base):
-            row.base_at = base
-        else:
-            self._look_again = True
-            self._next_look = 0.0
+        # Each is a transaction: what is due must not wait for thousands of them.
+        if self._rebased < MOST_REBASED:
+            self._rebased += 1
+            if self._stores.schedules.rebase(self._sender.term, row.name, row.base_at, base):
+                row.base_at = base
+                return True
+        self._look_again = True
+        self._next_look = 0.0
+        return False
 
     # -- sending -------------------------------------------------------------------------------------
 
@@ -240,9 +240,9 @@ class Native:
         late = (now - due_at) / 1000
         deadline = self._deadline(planned)
         if deadline is not None and late > deadline:
-            logger.info("beat: %r was due %.0f s ago, which is past its deadline of %g s", row.name, late, deadline)
-            self._rebase(planned, due_at)
-            signals.tick_skipped.send(self._stores.key, entry=row.name, due=due_at / 1000, reason="deadline")
+            if self._rebase(planned, due_at):
+                logger.info("beat: %r was due %.0f s ago, past its deadline of %g s", row.name, late, deadline)
+                signals.tick_skipped.send(self._stores.key, entry=row.name, due=due_at / 1000, reason="deadline")
             return
         progress = Progress(row.base_at, self._base_after(planned, due_at, now), disable=row.one_off)
         due = Due(row.name, due_at, progress, now)
