@@ -22,7 +22,7 @@ from kombu_taskgate.core.schedules import Entry, Progress, Source
 from .due import next_due
 from .plan import zone_of
 from .publishing import connect_once
-from .sending import Due, NotSent, Sender
+from .sending import Due, NotSent, Outcome, Sender
 from .settings import PRE
 from .stores import Stores
 
@@ -104,7 +104,7 @@ class Guard:
         self.stores = stores
         self.sender = sender
         self.leads = leads
-        self.bases = {row.name: row.base_at for row in rows}
+        self.bases = _bases(rows)
         #: Why nothing more is to be sent under this term by this scheduler.
         self.failed: Exception | None = None
 
@@ -123,11 +123,14 @@ class Guard:
         progress = Progress(self.bases.get(entry.name), base, source=Source.FOREIGN)
         due = Due(entry.name, _due_at(scheduler.app, entry, now), progress, now)
         try:
-            self.sender.send(due, publish)
+            if self.sender.send(due, publish) is Outcome.REPEATED:
+                # Somebody has changed the row, say paused it: the next due time is compared with what is so.
+                self.bases = _bases(self.stores.schedules.entries(self.stores.key))
+            else:
+                self.bases[entry.name] = base
         except (TaskgateError, NotSent) as error:
             self.failed = error
             raise
-        self.bases[entry.name] = base
 
     def refresh(self, entry: Any) -> None:
         """Let an entry know when it was last sent, if another replica sent it since."""
@@ -140,6 +143,10 @@ class Guard:
             entry.last_run_at = then if known is None or known.tzinfo is not None else then.replace(tzinfo=None)
             if getattr(entry, "model", None) is not None:
                 entry.model.last_run_at = entry.last_run_at
+
+
+def _bases(rows: Iterable[Entry]) -> dict[str, int | None]:
+    return {row.name: row.base_at for row in rows}
 
 
 def _ms(instant: datetime) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
@@ -144,6 +145,20 @@ def test_a_store_that_is_away(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> 
     again = scene.lead()
     scene.run(again, 1)
     assert len(scene.broker.list()) == 2
+
+
+def test_paused_and_resumed(scene: Scene) -> None:
+    """An entry of the code can be paused here too; when it is resumed it goes on."""
+    foreign = scene.lead()
+    scene.run(foreign, 2)
+    scene.broker.schedules.change("k", "often", enabled=False)
+    deadline = time.monotonic() + 0.3
+    while time.monotonic() < deadline:
+        foreign.tick()
+    assert len(scene.ticks()) == 2
+    scene.broker.schedules.change("k", "often", enabled=True)
+    scene.run(foreign, 2)
+    assert len(scene.broker.list()) == 4
 
 
 def test_which_one_is_wrapped(monkeypatch: pytest.MonkeyPatch, scene: Scene) -> None:
