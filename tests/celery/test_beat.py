@@ -125,6 +125,19 @@ def test_a_leader_frozen_in_a_publish(make_beats: MakeBeats, database_url: str) 
     beats.check()
 
 
+def test_ended_in_a_publish(make_beats: MakeBeats, main_url: str) -> None:
+    """Told to end between its decision and the sending, it sends nothing and ends well; its successor sends."""
+    beats = make_beats(main_url, ttl=30.0)
+    beats.start(2)
+    beats.wait_ticks(2)
+    leader = beats.leader()
+    beats.blow.write_text("SIGTERM often", encoding="utf-8")
+    assert leader.process.wait(20) == 0
+    beats.wait_ticks(len(beats.ticks()) + 3)
+    assert max(gaps(beats)) < 3.0, "far from the lease time"
+    beats.check()
+
+
 def test_a_database_that_is_away(make_beats: MakeBeats, postgresql_url: str) -> None:
     """B87: also at start; afterwards an entry is sent once, and not once for each time that it was due."""
     with proxy_for(postgresql_url, 5432) as (proxy, url):
