@@ -70,8 +70,8 @@ def test_urls_of_the_table_are_understood():
         assert database_url(connection) == url.removeprefix("taskgate+")
 
 
-def test_configuration_takes_four_lines():
-    assert [type(node) for node in ast.parse(blocks()["celeryconfig.py"]).body] == [ast.Assign] * 4
+def test_configuration_takes_five_lines():
+    assert [type(node) for node in ast.parse(blocks()["celeryconfig.py"]).body] == [ast.Assign] * 5
 
 
 @pytest.mark.slow
