@@ -104,7 +104,7 @@ class Guard:
         self.stores = stores
         self.sender = sender
         self.leads = leads
-        self.bases = _bases(rows)
+        self._know(rows)
         #: Why nothing more is to be sent under this term by this scheduler.
         self.failed: Exception | None = None
 
@@ -125,28 +125,34 @@ class Guard:
         try:
             if self.sender.send(due, publish) is Outcome.REPEATED:
                 # Somebody has changed the row, say paused it: the next due time is compared with what is so.
-                self.bases = _bases(self.stores.schedules.entries(self.stores.key))
+                self._know(self.stores.schedules.entries(self.stores.key))
             else:
                 self.bases[entry.name] = base
         except (TaskgateError, NotSent) as error:
             self.failed = error
             raise
 
+    def _know(self, rows: Iterable[Entry]) -> None:
+        rows = list(rows)
+        self.bases = {row.name: row.base_at for row in rows}
+        self._counts = {row.name: row.total_run_count for row in rows}
+
     def refresh(self, entry: Any) -> None:
-        """Let an entry know when it was last sent, if another replica sent it since."""
+        """Let an entry know when it was last sent, and that it was, if another replica sent it since."""
         base = self.bases.get(entry.name)
         if base is None:
             return
         known = entry.last_run_at
-        if known is None or _ms(known) < base:
-            then = datetime.fromtimestamp(base / 1000, timezone.utc)
-            entry.last_run_at = then if known is None or known.tzinfo is not None else then.replace(tzinfo=None)
-            if getattr(entry, "model", None) is not None:
-                entry.model.last_run_at = entry.last_run_at
-
-
-def _bases(rows: Iterable[Entry]) -> dict[str, int | None]:
-    return {row.name: row.base_at for row in rows}
+        if known is not None and _ms(known) >= base:
+            return
+        then = datetime.fromtimestamp(base / 1000, timezone.utc)
+        last = then if known is None or known.tzinfo is not None else then.replace(tzinfo=None)
+        # django-celery-beat's entries are views of a model, which is what is counted on.
+        for one in (entry, getattr(entry, "model", None)):
+            if one is not None:
+                one.last_run_at = last
+                # Entries that are sent once go by it.
+                one.total_run_count = max(one.total_run_count or 0, self._counts.get(entry.name, 0))
 
 
 def _ms(instant: datetime) -> int:

@@ -54,7 +54,9 @@ def test_database_scheduler(beats: DjangoBeats) -> None:
     beats.start(2)
     beats.wait_ticks(3, "code")
     beats.django("add", "row", "1")
+    beats.django("add", "once", "1", "one-off")
     beats.wait_ticks(2, "row", 15)
+    beats.wait_ticks(1, "once", 15)
     first = beats.leader()
     first.kill()
     count = len(beats.ticks("row"))
@@ -73,6 +75,7 @@ def test_database_scheduler(beats: DjangoBeats) -> None:
     beats.wait_ticks(len(beats.ticks("code")) + 3, "code")
     assert len(beats.ticks("old")) == count
     assert third.alive
+    assert len(beats.ticks("once")) == 1, "the next leader knows, although the row did not say so"
     beats.check()
 
 

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from celery.beat import PersistentScheduler, Scheduler
+from celery.beat import PersistentScheduler, ScheduleEntry, Scheduler
+from celery.schedules import schedstate
 
 from celery_ext.beat.sending import Sender, task_id_of
 from celery_ext.beat.wrapping import Foreign, scheduler_class, scheduler_name
@@ -145,6 +146,32 @@ def test_a_store_that_is_away(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> 
     again = scene.lead()
     scene.run(again, 1)
     assert len(scene.broker.list()) == 2
+
+
+class OnceEntry(ScheduleEntry):
+    """Due until it was sent, as one-off entries of django-celery-beat are."""
+
+    def is_due(self) -> Any:
+        return schedstate(self.total_run_count == 0, 0.01)
+
+
+class Once(Scheduler):
+    Entry = OnceEntry
+
+
+def test_sent_once_and_for_all() -> None:
+    """The next leader knows that it was sent, although the class that sent it has not written that down."""
+    scene = Scene(Once)
+    foreign = scene.lead()
+    scene.run(foreign, 1)
+    scene.broker.terms.release("k", "one")
+    second = scene.lead("two")
+    second.schedule["often"].last_run_at -= timedelta(hours=1)
+    deadline = time.monotonic() + 0.3
+    while time.monotonic() < deadline:
+        second.tick()
+    assert len(scene.broker.list()) == 1
+    scene.close()
 
 
 def test_paused_and_resumed(scene: Scene) -> None:

@@ -45,12 +45,12 @@ def migrate() -> None:
     call_command("migrate", verbosity=0)
 
 
-def add(name: str, seconds: str) -> None:
+def add(name: str, seconds: str, one_off: str = "") -> None:
     """A row as the admin site makes it."""
     from django_celery_beat.models import IntervalSchedule, PeriodicTask
 
     every, _ = IntervalSchedule.objects.get_or_create(every=int(seconds), period="seconds")
-    PeriodicTask.objects.create(name=name, task="tick", interval=every, args=json.dumps([name]))
+    PeriodicTask.objects.create(name=name, task="tick", interval=every, args=json.dumps([name]), one_off=bool(one_off))
 
 
 def enable(name: str, enabled: str) -> None:
