@@ -1,4 +1,7 @@
-"""Replicas of beat in processes of their own (reports B82 to B94)."""
+"""Replicas of beat in processes of their own (reports B82 to B94).
+
+On databases that not all of these tests run on, tests/crash/test_beat_faults.py does the same and more at random.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +58,9 @@ def test_killed_leaders(make_beats: MakeBeats, database_url: str) -> None:
     assert max(gaps(beats)) < 3.0 + 2.0 + BUSY
 
 
-def test_ended_leaders(make_beats: MakeBeats, database_url: str) -> None:
+def test_ended_leaders(make_beats: MakeBeats, main_url: str) -> None:
     """B85: told to end, a leader gives its lease back: the next one sends in time. B92: no file is left."""
-    beats = make_beats(database_url, ttl=30.0)
+    beats = make_beats(main_url, ttl=30.0)
     beats.start(3)
     for _ in range(2):
         beats.wait_ticks(len(beats.ticks()) + 3)
@@ -91,9 +94,9 @@ def test_ended_after_its_lease_was_taken(make_beats: MakeBeats, main_url: str) -
 
 
 @pytest.mark.parametrize("how", ["deleted", "stolen"])
-def test_a_lease_that_is_gone(make_beats: MakeBeats, database_url: str, how: str) -> None:
+def test_a_lease_that_is_gone(make_beats: MakeBeats, main_url: str, how: str) -> None:
     """B83: its holder says so, stays up, sends nothing until somebody leads again, and may be that."""
-    beats = make_beats(database_url)
+    beats = make_beats(main_url)
     (replica,) = beats.start()
     beats.wait_ticks(2)
     before = beats.term()
@@ -111,9 +114,9 @@ def test_a_lease_that_is_gone(make_beats: MakeBeats, database_url: str, how: str
     beats.check()
 
 
-def test_a_leader_frozen_in_a_publish(make_beats: MakeBeats, database_url: str) -> None:
+def test_a_leader_frozen_in_a_publish(make_beats: MakeBeats, main_url: str) -> None:
     """What it was about to send is sent by its successor; it sends nothing when it wakes, and stays."""
-    beats = make_beats(database_url)
+    beats = make_beats(main_url)
     beats.start(2)
     beats.wait_ticks(2)
     leader = beats.leader()
@@ -205,9 +208,9 @@ def test_no_overlap(make_beats: MakeBeats, make_lab: MakeLab, main_url: str) -> 
             going.discard(line["id"])
 
 
-def test_entries_at_run_time(make_beats: MakeBeats, database_url: str) -> None:
+def test_entries_at_run_time(make_beats: MakeBeats, main_url: str) -> None:
     """B90: what is added, changed, paused or removed counts within five seconds."""
-    beats = make_beats(database_url)
+    beats = make_beats(main_url)
     beats.start(2)
     beats.wait_ticks(2)
     schedules = beats.broker.schedules
