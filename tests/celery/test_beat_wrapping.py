@@ -21,6 +21,7 @@ from kombu_taskgate.core.factory import open_broker
 from kombu_taskgate.core.schedules import Source
 from kombu_taskgate.core.settings import BrokerSettings
 from tests.celery import results
+from tests.workers.harness import wait_for
 
 
 class Ours(PersistentScheduler):
@@ -61,11 +62,12 @@ class Scene:
 
     def run(self, foreign: Foreign, number: int) -> None:
         wanted = len(self.ticks()) + number
-        for _ in range(10_000):
+
+        def sent() -> bool:
             foreign.tick()
-            if len(self.ticks()) >= wanted:
-                return
-        raise AssertionError(f"{number} ticks")
+            return len(self.ticks()) >= wanted
+
+        wait_for(sent, 20, f"{number} ticks", every=0.001)
 
     def close(self) -> None:
         self.broker.close()
