@@ -61,7 +61,7 @@ def test_task_that_kills_its_process_is_stopped(make_lab: MakeLab, main_url: str
     assert (dead.task_id, dead.reason, dead.lease_lost, dead.deliveries) == (killer, "lease_lost", 3, 3)
     assert dead.owner
     assert "SIGKILL" in (dead.detail or "")
-    assert len(lab.rows()) == 1
+    wait_for(lambda: len(lab.rows()) == 1, 10, "the others are acknowledged, a little after their journal lines")
     assert lab.journal.starts(killer) == 3
     assert worker.alive
 
