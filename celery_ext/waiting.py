@@ -28,11 +28,11 @@ logger = logging.getLogger("celery_ext.backend")
 
 #: Seconds between two looks of those who are told: while it is likely that there is something, and in case that a word
 #: was lost.
-LOOK_EVERY, LOOK_ANYWAY = 0.02, 5.0
+LOOK_EVERY, LOOK_ANYWAY = 0.005, 5.0
 #: Shortest and longest pause of those who are not told: where a look is a question to the server, and where it is
 #: first found out, for next to nothing, whether anybody has written at all.
-ASK_MIN, ASK_MAX = 0.004, 0.1
-PROBE_MIN, PROBE_MAX = 0.002, 0.02
+ASK_MIN, ASK_MAX = 0.002, 0.1
+PROBE_MIN, PROBE_MAX = 0.001, 0.02
 #: By what pauses grow.
 GROWTH = 1.3
 #: Longest pause while the database does not answer.

@@ -12,8 +12,9 @@ from typing import Protocol
 #: Called with the queues that have new work; ``None``: any may have, look now.
 Wake = Callable[[Collection[str] | None], None]
 
-#: A queue that was announced is not announced again for so many seconds. Whoever hears of work goes on looking for
-#: LOOK_ON seconds, so what comes in between is found without being announced, also when its commit takes a while.
+#: A queue that was announced is not announced again for so many seconds at the most. Whoever hears of work goes on
+#: looking for LOOK_ON seconds, so what comes in between is found without being announced, also when its commit takes a
+#: while.
 ANNOUNCE_EVERY = 0.05
 LOOK_ON = 0.5
 

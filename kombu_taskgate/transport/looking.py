@@ -1,8 +1,8 @@
 """When a consumer looks for work.
 
-Who has found nothing looks again after a pause that doubles each time; where the store tells of new work it sleeps
-until it is told, until something is due, or until a word may have been lost (see :mod:`..core.watch`). Who has got room
-since, or found as much as it had room for, does not wait for that.
+Who has found some looks again soon, since more often follows; who has found nothing, after a pause that grows. Where
+the store tells of new work it sleeps until it is told, until something is due, or until a word may have been lost (see
+:mod:`..core.watch`). Who has got room since, or found as much as it had room for, does not wait for that.
 
 Nothing here locks: all of it is used under the lock of the delivery engine.
 """
@@ -25,6 +25,8 @@ Who = tuple[Window, bool]
 LOOK_AFTER_UNTOLD = 600.0
 #: How often things are looked at that tell nobody when they change.
 LOOK = 0.25
+#: The first pause after work was found, as a part of poll_min, and by what pauses grow.
+SOON, GROWTH = 0.1, 1.5
 
 
 class Looking:
@@ -57,7 +59,7 @@ class Looking:
     def woken(self) -> None:
         """Look now: somebody has told of work."""
         self.at = 0.0
-        self._pause = self._settings.poll_min
+        self._pause = self._settings.poll_min * SOON
         self.untold = False
         self.heard()
 
@@ -112,10 +114,10 @@ class Looking:
             self.at = 0.0
             return
         if found:
-            self._pause = self._settings.poll_min
+            self._pause = self._settings.poll_min * SOON
             self.on_until = now + LOOK_ON
         else:
-            self._pause = min(self._pause * 2, self._settings.poll_max, self.watch.longest_pause)
+            self._pause = min(self._pause * GROWTH, self._settings.poll_max, self.watch.longest_pause)
         pause = self._pause * random.uniform(0.8, 1.0)
         # The look must have begun after the time to look on, however long its answer took.
         if self.watch.live and began >= max(self.on_until, self._distrusts_until):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
 import sqlalchemy as sa
+from sqlalchemy.engine.interfaces import DBAPICursor
 
 from .. import migrations, urls
 from ..broker import Notify
@@ -49,6 +50,7 @@ from .looks import Looks, channel_name
 from .results import SqlResults
 from .revocations import SqlRevocations
 from .schedules import SqlSchedules
+from .single import SinglePublish
 from .terms import SqlTerms
 from .topology import SqlTopology
 from .work import Work, repeat
@@ -123,6 +125,7 @@ class SqlBroker:
         self._tells = dialect.notifies and settings.listen and clock is None
         self._channel = channel
         self._notifier = Notifier()
+        self._single = SinglePublish(self.sql, self.database.engine.dialect, channel if self._tells else None)
         self._listener: Listener | None = None
         if self._tells:
             self._listener = Listener(self.database, self._channel, self._send, self.topology.forget_bindings)
@@ -198,7 +201,7 @@ class SqlBroker:
     def _told(self, woken: Collection[str], told: Collection[str], since: float) -> None:
         """After the commit: what was left out because it had just been told, and has taken longer, is told now."""
         self._notifier.sent(told, since)
-        late = [queue for queue in self._notifier.due(woken) if queue not in told]
+        late = [queue for queue in self._notifier.overdue(woken) if queue not in told]
         if late:
             since = time.monotonic()
             try:
@@ -254,7 +257,40 @@ class SqlBroker:
 
     def enqueue(self, task: NewTask) -> int:
         """See the contract."""
-        return self.enqueue_many([task])[0]
+        if self._notify is not None or not publish.simple(task):
+            return self.enqueue_many([task])[0]
+        publish.check(task, self._max_payload)
+        values = self._single.values(task)
+        told: list[str] = []
+        since = 0.0
+
+        def quickly(cursor: DBAPICursor) -> publish.Stored:
+            nonlocal told, since
+            told = self._notifier.due([task.queue]) if self._tells else []
+            stored = self._single.store(cursor, values, work_in(told) if told else None)
+            since = time.monotonic()
+            return stored
+
+        def usually(conn: sa.Connection) -> publish.Stored:
+            nonlocal told, since
+            work = self._work(conn)
+            stored = publish.enqueue(work, [task], returning=self._insert_returning)
+            told = self._tell(work) if self._tells else []
+            since = time.monotonic()
+            return stored
+
+        done = self.database.quick_transaction(quickly, usually, confirm=self._is_stored)
+        if self._tells:
+            self._told([task.queue], told, since)
+        self.wake()
+        return done.ids[0]
+
+    def _is_stored(self, conn: sa.Connection, done: publish.Stored) -> bool | None:
+        """Did the commit of a publish take effect?"""
+        if done.mark is not None:
+            return self.database.dialect.committed(conn, done.mark)
+        # A row that is not there may have been stored, worked on and removed meanwhile.
+        return True if conn.execute(self.sql.exists, {"p_ids": done.ids[:1]}).scalar_one() else None
 
     def enqueue_many(self, tasks: Sequence[NewTask]) -> list[int]:
         """See the contract."""
@@ -262,14 +298,9 @@ class SqlBroker:
             return []
         for task in tasks:
             publish.check(task, self._max_payload)
-
-        def stored(conn: sa.Connection, done: publish.Stored) -> bool | None:
-            if done.mark is not None:
-                return self.database.dialect.committed(conn, done.mark)
-            # A row that is not there may have been stored, worked on and removed meanwhile.
-            return True if conn.execute(self.sql.exists, {"p_ids": done.ids[:1]}).scalar_one() else None
-
-        done = self._run(lambda work: publish.enqueue(work, tasks, returning=self._insert_returning), confirm=stored)
+        done = self._run(
+            lambda work: publish.enqueue(work, tasks, returning=self._insert_returning), confirm=self._is_stored
+        )
         self.wake()
         return done.ids
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -69,9 +70,11 @@ class SqlResults:
             stored = self._database.write(lambda conn: self._store(conn, parameters))
         else:
             told = {**parameters, "p_channel": self._channel, "p_text": text}
+            began = time.monotonic()
             stored = self._database.write(
                 lambda conn: conn.execute(self._sql.store_result_and_tell, told).first() is not None
             )
+            self._notifier.took(time.monotonic() - began)
         if stored:
             self._watchers.wake([result.task_id])
             return True
