@@ -130,6 +130,13 @@ class Statements:
         return self.insert_ready if len(self.stored) == 1 else self.insert_ready.returning(*self.stored)
 
     @cached_property
+    def store_ready_and_tell(self) -> sa.Insert:
+        """store_ready, and tell those who listen to p_channel."""
+        channel = sa.bindparam("p_channel", type_=sa.String)
+        told = self.dialect.telling(channel, sa.bindparam("p_text", type_=sa.String))
+        return self.insert_ready.returning(*self.stored, told)
+
+    @cached_property
     def store_task(self) -> sa.Insert:
         """insert_task, likewise."""
         return self.insert_task if len(self.stored) == 1 else self.insert_task.returning(*self.stored)

@@ -61,7 +61,8 @@ def check_times(instant: int | None, seconds: float | None) -> None:
         raise ConfigError(f"a duration must be within 10,000 years, in seconds; {seconds!r} is not")
 
 
-def _plain(task: NewTask) -> dict[str, Any]:
+def plain(task: NewTask) -> dict[str, Any]:
+    """The columns that every execution has, whatever it waits for."""
     return {
         "queue": task.queue,
         "rank_": -task.priority,
@@ -86,7 +87,7 @@ class Stored:
 
 def enqueue(work: Work, tasks: Sequence[NewTask], *, returning: bool) -> Stored:
     """Store all of them. ``returning``: whether one statement can store many rows and tell their ids."""
-    if len(tasks) == 1 or not returning or any(not _simple(task) for task in tasks):
+    if len(tasks) == 1 or not returning or any(not simple(task) for task in tasks):
         parents = waits.expect(work, tasks)
         ids = [_enqueue_one(work, task, parents) for task in tasks]
     else:
@@ -98,7 +99,7 @@ def _enqueue_simple(work: Work, tasks: Sequence[NewTask]) -> list[int]:
     statement = work.sql.insert_ready.returning(*work.sql.stored, sort_by_parameter_order=True)
     ids: list[int] = []
     for part in _parts(tasks):
-        rows = [work.sql.time(expires_at=task.expires_at, **_plain(task)) for task in part]
+        rows = [work.sql.time(expires_at=task.expires_at, **plain(task)) for task in part]
         for row in work.conn.execute(statement, rows):
             ids.append(row.id)
             work.mark = getattr(row, "mark", None)
@@ -122,14 +123,15 @@ def _parts(tasks: Sequence[NewTask]) -> Iterator[list[NewTask]]:
         yield part
 
 
-def _simple(task: NewTask) -> bool:
-    plain = not task.parents and not task.depends_on and task.key is None and task.unique_key is None
-    return plain and task.run_at is None and not task.delay and task.expires_in is None
+def simple(task: NewTask) -> bool:
+    """Whether it is ready now, and concerns no other execution."""
+    alone = not task.parents and not task.depends_on and task.key is None and task.unique_key is None
+    return alone and task.run_at is None and not task.delay and task.expires_in is None
 
 
 def _enqueue_one(work: Work, task: NewTask, known: dict[str, waits.Parent]) -> int:
-    if _simple(task):
-        id = insert(work, work.sql.store_ready, expires_at=task.expires_at, **_plain(task))
+    if simple(task):
+        id = insert(work, work.sql.store_ready, expires_at=task.expires_at, **plain(task))
         state = State.PENDING
     else:
         if task.key is not None:
@@ -146,7 +148,7 @@ def _enqueue_one(work: Work, task: NewTask, known: dict[str, waits.Parent]) -> i
         id = insert(
             work,
             work.sql.store_task,
-            **_plain(task),
+            **plain(task),
             **_schedule(task, state),
             key_=task.key,
             unique_key=task.unique_key,
