@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from kombu_taskgate.core.model import Filter, Task
 from kombu_taskgate.core.schedules import Tick
 from kombu_taskgate.core.settings import BrokerSettings
 from kombu_taskgate.core.terms import Term
-from tests.workers.harness import ROOT, wait_for
+from tests.workers.harness import ROOT, can_be_written, is_stopped, wait_for
 
 KEY = "beat:beats"
 
@@ -49,11 +50,11 @@ class Replica:
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(30)
 
     def terminate(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(20)
+        return self.process.wait(60)
 
 
 @dataclass
@@ -129,15 +130,55 @@ class Beats:
         term = self.broker.terms.current(KEY)
         return term if term is not None and term.left > 0 else None
 
-    def leader(self, timeout: float = 20.0) -> Replica:
-        """The replica that leads, once one does."""
+    def leader(self, timeout: float = 30.0) -> Replica:
+        """The replica that leads, once one does; not one that is stopped, and whose term is not over yet."""
 
         def found() -> Replica | None:
             term = self.term()
             pids = [] if term is None else term.holder.split(":")
-            return next((one for one in self.replicas if one.alive and str(one.pid) in pids), None)
+            living = (one for one in self.replicas if one.alive and not is_stopped(one.pid))
+            return next((one for one in living if str(one.pid) in pids), None)
 
         replica = wait_for(found, timeout, f"somebody leads:\n{self.logs()}")
+        assert replica is not None
+        return replica
+
+    def freeze_leader(self) -> Replica:
+        """Stop whoever leads, between two writes to the database, so that the others can go on."""
+
+        def frozen() -> Replica | None:
+            leader = self.leader()
+            leader.signal(signal.SIGSTOP)
+            wait_for(lambda: is_stopped(leader.pid), 30, f"the leader is stopped:\n{self.logs()}")
+            return self._unless_writing(leader)
+
+        return self._frozen(frozen)
+
+    def freeze_in_publish(self, entry: str = "often") -> Replica:
+        """Stop whoever is about to send the entry, between its decision and the sending."""
+
+        def frozen() -> Replica | None:
+            before = [one for one in self.replicas if is_stopped(one.pid)]
+            self.blow.write_text(f"SIGSTOP {entry}", encoding="utf-8")
+
+            def hit() -> Replica | None:
+                now = [one for one in self.replicas if one not in before and is_stopped(one.pid)]
+                return now[0] if now and not self.blow.exists() else None
+
+            replica = wait_for(hit, 60, f"somebody is stopped:\n{self.logs()}")
+            assert replica is not None
+            return self._unless_writing(replica)
+
+        return self._frozen(frozen)
+
+    def _unless_writing(self, replica: Replica) -> Replica | None:
+        if can_be_written(self.url):
+            return replica
+        replica.signal(signal.SIGCONT)
+        return None
+
+    def _frozen(self, frozen: Callable[[], Replica | None]) -> Replica:
+        replica = wait_for(frozen, 90, f"somebody is stopped outside of its writes:\n{self.logs()}")
         assert replica is not None
         return replica
 
@@ -149,7 +190,7 @@ class Beats:
         """The messages that are stored."""
         return self.broker.list(Filter(limit=1_000_000))
 
-    def wait_ticks(self, number: int, name: str | None = None, timeout: float = 30.0) -> list[Tick]:
+    def wait_ticks(self, number: int, name: str | None = None, timeout: float = 60.0) -> list[Tick]:
         try:
             return wait_for(
                 lambda: ticks if len(ticks := self.ticks(name)) >= number else [], timeout, f"{number} ticks of {name}"

@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,6 +48,50 @@ def holds_for(condition: Callable[[], bool], seconds: float, what: str, every: f
     while time.monotonic() < deadline:
         assert condition(), what
         time.sleep(every)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process has been stopped by a signal; one that has ended is not."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return text.rpartition(")")[2].split()[0] == "T"
+
+
+def can_be_written(url: str) -> bool:
+    """Whether nobody keeps the lock of an SQLite file.
+
+    A process that is stopped in the middle of a write keeps it until it goes on, and nothing can be tested meanwhile.
+    Servers end such transactions by themselves.
+    """
+    import sqlalchemy as sa
+
+    parsed = sa.make_url(url)
+    if parsed.get_backend_name() != "sqlite":
+        return True
+    # The living need it for a moment only.
+    with closing(sqlite3.connect(str(parsed.database), timeout=1, isolation_level=None)) as conn:
+        try:
+            conn.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError:
+            return False
+        conn.execute("ROLLBACK")
+    return True
+
+
+def freeze_between_writes(url: str, pid: int) -> None:
+    """Stop the process group of ``pid``, but not while it writes to the database: the others are to go on."""
+
+    def frozen() -> bool:
+        os.killpg(pid, signal.SIGSTOP)
+        wait_for(lambda: is_stopped(pid), 30, f"process {pid} is stopped")
+        if can_be_written(url):
+            return True
+        os.killpg(pid, signal.SIGCONT)
+        return False
+
+    wait_for(frozen, 60, f"process {pid} is stopped outside of its writes")
 
 
 @dataclass
@@ -108,7 +153,7 @@ class Worker:
     def kill(self) -> None:
         """The end of a machine: SIGKILL for the whole group."""
         self.signal_group(signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(30)
 
     def freeze(self) -> None:
         self.signal_group(signal.SIGSTOP)
