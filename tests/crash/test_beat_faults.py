@@ -26,6 +26,8 @@ from tests.workers.harness import wait_for
 pytestmark = [pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 FAULTS = int(os.environ.get("TASKGATE_BEAT_FAULTS", "10"))
+#: Replicas that run, stopped ones included; each that is killed has a successor.
+LIVING = 3
 SEED = int(os.environ.get("TASKGATE_BEAT_SEED", "7"))
 
 
@@ -65,9 +67,7 @@ class Chaos:
 
     def freeze(self) -> None:
         """For longer than the lease; it goes on later."""
-        leader = self._leader()
-        leader.signal(signal.SIGSTOP)
-        self.frozen.append(leader)
+        self.frozen.append(self.beats.freeze_leader())
 
     def thaw(self) -> None:
         for replica in self.frozen:
@@ -82,17 +82,16 @@ class Chaos:
         self._sql("UPDATE TERMS SET holder = 'thief', number = number + 1, until_ = until_ + 1000 WHERE key_ = :key")
 
     def kill_in_publish(self) -> None:
-        self._in_publish("SIGKILL")
+        self.beats.blow.write_text("SIGKILL often", encoding="utf-8")
+        wait_for(lambda: not self.beats.blow.exists(), 60, f"somebody is hit:\n{self.beats.logs()}")
+        wait_for(lambda: self._living() < LIVING, 30, "it is dead")
         self.beats.start()
 
     def freeze_in_publish(self) -> None:
-        self.frozen.append(self._in_publish("SIGSTOP"))
+        self.frozen.append(self.beats.freeze_in_publish())
 
-    def _in_publish(self, number: str) -> Replica:
-        leader = self._leader()
-        self.beats.blow.write_text(f"{number} often", encoding="utf-8")
-        wait_for(lambda: not self.beats.blow.exists(), 20, f"somebody is hit:\n{self.beats.logs()}")
-        return leader
+    def _living(self) -> int:
+        return sum(one.alive for one in self.beats.replicas)
 
     def wrong_clock(self) -> None:
         """A replica comes back ten minutes ahead or behind."""
@@ -130,7 +129,7 @@ class Chaos:
 def test_random_faults(beats: Beats) -> None:
     chance = random.Random(SEED)
     chaos = Chaos(beats, chance)
-    beats.start(3)
+    beats.start(LIVING)
     beats.wait_ticks(2, "often")
     faults: list[Callable[[], None]] = []
     done: list[str] = []
@@ -141,8 +140,8 @@ def test_random_faults(beats: Beats) -> None:
         fault = faults.pop()
         print(f"{time.strftime('%H:%M:%S')} {fault.__name__}")  # noqa: T201  # pytest shows it with a failure
         done.append(fault.__name__)
-        known = len(beats.ticks("often"))
         fault()
+        known = len(beats.ticks("often"))
         # Somebody goes on, and the frozen ones come back into that.
         beats.wait_ticks(known + 1 + chance.randrange(3), "often", 60)
         if len(chaos.frozen) > 1 or chance.random() < 0.5:
@@ -150,7 +149,7 @@ def test_random_faults(beats: Beats) -> None:
     chaos.thaw()
     beats.wait_ticks(len(beats.ticks("often")) + 3, "often", 60)
     alive = [one for one in beats.replicas if one.alive]
-    assert len(alive) == 3, f"a replica ended by itself:\n{beats.logs()}"
+    assert len(alive) == LIVING, f"a replica ended by itself:\n{beats.logs()}"
     check(beats)
     print(f"{len(done)} faults, {len(beats.ticks('often'))} ticks, {Counter(done)}")  # noqa: T201
 

@@ -13,7 +13,7 @@ from celery import chord
 from celery.result import AsyncResult
 
 from tests.workers.fixtures import MakeLab
-from tests.workers.harness import Lab, Worker, wait_for
+from tests.workers.harness import Lab, Worker, freeze_between_writes, wait_for
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -137,7 +137,7 @@ def test_a_parent_that_runs_again(make_lab: MakeLab, main_url: str) -> None:
     fray.lab.app.send_task(f"{TASKS}.publishes", (inner, True))
     wait_for(lambda: any(not worker.alive for worker in fray.lab.workers), LONG, "its worker is dead")
     fray.living(2)
-    wait_for(lambda: len(fray.lab.journal.of("parent")) == 2, LONG, "it has run again")
+    wait_for(lambda: len(fray.lab.journal.of("parent")) >= 2, LONG, "it has run again")
     wait_for(lambda: not fray.lab.rows(), LONG, "nothing is left")
     assert result.get(timeout=LONG) == [1, 2]
     assert fray.runs(result) == 1
@@ -151,9 +151,9 @@ def test_a_frozen_worker_changes_no_result(make_lab: MakeLab, main_url: str, tmp
     frozen = fray.worker().wait_ready()
     result = fray.lab.app.send_task("tests.workers.app.hold_until", (str(go),))
     wait_for(lambda: fray.lab.journal.starts(result.id), LONG, "it runs")
-    frozen.freeze()
+    freeze_between_writes(fray.lab.url, frozen.pid)
     fray.worker().wait_ready()
-    wait_for(lambda: fray.lab.journal.starts(result.id) == 2, LONG, "another has taken it over")
+    wait_for(lambda: fray.lab.journal.starts(result.id) >= 2, LONG, "another has taken it over")
     go.touch()
     assert result.get(timeout=LONG) is None
     first = fray.lab.app.backend.broker.results.get([result.id])[result.id]
