@@ -18,6 +18,10 @@ from tests.workers.fixtures import MakeLab
 from tests.workers.harness import holds_for, wait_for
 from tests.workers.servers import PrivateServer
 
+#: Seconds that a due task may be late on a busy machine: far less than the 30 s after which a consumer that nobody has
+#: told of anything looks by itself.
+LATE = 15.0
+
 
 @pytest.fixture(autouse=True)
 def _current_app() -> Iterator[None]:
@@ -28,26 +32,27 @@ def _current_app() -> Iterator[None]:
 
 
 def test_eta_far_beyond_the_lease_runs_once(make_lab: MakeLab, main_url: str) -> None:
-    """B26: ETA of several lease times, three workers: each runs once, not early, and holds no lease meanwhile."""
-    ttl = 1.0
+    """B26: ETA beyond the lease time, three workers: each runs once, not early, and holds no lease meanwhile."""
+    ttl = 4.0  # more than a busy machine may pause in the middle of a run
     lab = make_lab(main_url, lease_ttl=ttl)
     for _ in range(3):
         lab.start_worker("-c2", ready=False)
     for worker in lab.workers:
         worker.wait_ready()
-    due = time.time() + 5 * ttl
+    due = time.time() + 2.5 * ttl
     eta = datetime.fromtimestamp(due, timezone.utc)
     ids = {lab.send("work", 0, eta=eta) for _ in range(50)}
 
     def all_wait() -> bool:
-        return time.time() > due - 0.5 or lab.states() == {State.PENDING: 50}
+        # The states first: while they are read it may become time.
+        return lab.states() == {State.PENDING: 50} or time.time() > due - 0.5
 
     holds_for(all_wait, max(0.0, due - 0.5 - time.time()), "a waiting task was claimed", every=0.2)
-    wait_for(lambda: lab.journal.ended() == ids, 20, "all ran")
+    wait_for(lambda: lab.journal.ended() == ids, 30, "all ran")
     assert set(lab.journal.starts_each().values()) == {1}
     starts = [line["time"] for line in lab.journal.of("start")]
     assert min(starts) >= due
-    assert max(starts) - due < 2
+    assert max(starts) - due < LATE
 
 
 def test_waiting_tasks_cost_a_worker_nothing(make_lab: MakeLab, main_url: str) -> None:
@@ -55,28 +60,32 @@ def test_waiting_tasks_cost_a_worker_nothing(make_lab: MakeLab, main_url: str) -
     lab = make_lab(main_url, lease_ttl=5.0)
     worker = lab.start_worker("-c1")
     warm = lab.send("work", 0)
-    wait_for(lambda: lab.journal.ends(warm), 10, "warm-up")
+    wait_for(lambda: lab.journal.ends(warm), 30, "warm-up")
     before = rss(worker.pid)
     lab.broker.enqueue_many([NewTask("celery", b"{}\n[]" * 50, type="later", delay=3600.0) for _ in range(20_000)])
     sent = time.time()
     id = lab.send("work", 0)
-    wait_for(lambda: lab.journal.ends(id), 10, "normal task")
-    assert lab.journal.of("start", id)[0]["time"] - sent < 2
+    wait_for(lambda: lab.journal.ends(id), 30, "normal task")
+    assert lab.journal.of("start", id)[0]["time"] - sent < LATE
     assert lab.broker.counts()[("later", State.PENDING)] == 20_000
     assert rss(worker.pid) - before < 20 * 2**20
 
 
 def test_due_tasks_are_shared(make_lab: MakeLab, main_url: str) -> None:
-    """B27: 40 tasks become due at once: no worker hoards them."""
-    lab = make_lab(main_url, lease_ttl=5.0)
+    """B27: 40 tasks become due at once: no worker hoards them, and each takes as many as it can run."""
+    lab = make_lab(main_url, lease_ttl=10.0)
     workers = [lab.start_worker("-c2", ready=False) for _ in range(2)]
     for worker in workers:
         worker.wait_ready()
+    gate = lab.folder / "gate"
     eta = datetime.now(timezone.utc) + timedelta(seconds=1.5)
-    ids = {lab.send("work", 0.1, eta=eta) for _ in range(40)}
-    wait_for(lambda: lab.journal.ended() == ids, 20, "all ran")
-    shares = Counter(line["worker"] for line in lab.journal.of("start"))
-    assert all(shares[worker.name] >= 10 for worker in workers), shares
+    ids = {lab.send("hold_until", str(gate), eta=eta) for _ in range(40)}
+    shares = {worker.name: 2 for worker in workers}
+    wait_for(lambda: Counter(line["worker"] for line in lab.journal.of("start")) == shares, 30, "both are busy")
+    holds_for(lambda: lab.states() == {State.RUNNING: 4, State.PENDING: 36}, 1.0, "a worker has more than it can run")
+    gate.touch()
+    wait_for(lambda: lab.journal.ended() == ids, 30, "all ran")
+    assert set(lab.journal.starts_each().values()) == {1}
 
 
 def rss(pid: int) -> int:
@@ -89,17 +98,17 @@ def rss(pid: int) -> int:
 @pytest.mark.crash
 def test_etas_survive_a_database_restart(make_lab: MakeLab, private_server: PrivateServer) -> None:
     """B30: the server restarts between publish and ETA."""
-    lab = make_lab(private_server.url, lease_ttl=5.0)
+    lab = make_lab(private_server.url, lease_ttl=10.0)
     worker = lab.start_worker("-c2")
     due = time.time() + 3
     ids = {lab.send("work", 0, eta=datetime.fromtimestamp(due, timezone.utc)) for _ in range(10)}
     private_server.restart()
     up = time.time()
-    wait_for(lambda: lab.journal.ended() == ids, 20, "all ran")
+    wait_for(lambda: lab.journal.ended() == ids, 30, "all ran")
     starts = [line["time"] for line in lab.journal.of("start")]
     assert set(lab.journal.starts_each().values()) == {1}
     assert min(starts) >= due
-    assert max(starts) - max(due, up) < 10
+    assert max(starts) - max(due, up) < LATE
     assert worker.alive
 
 
@@ -125,12 +134,14 @@ def test_one_instant_in_many_spellings(make_lab: MakeLab, tmp_path: Path, enable
     }
     for options in spellings.values():
         lab.send("work", 0, app=app, **options)
+    # "seconds" count from when it was sent.
+    spent = time.time() + 3600 - instant
     rows = lab.rows()
     assert len(rows) == len(spellings)
     for row, name in zip(rows, spellings, strict=True):
-        assert abs(row.run_at / 1000 - instant) < 1, name
+        assert -1 < row.run_at / 1000 - instant < 1 + spent, name
         assert row.expires_at is not None, name
-        assert abs(row.expires_at / 1000 - instant - 3600) < 1, name
+        assert -1 < row.expires_at / 1000 - instant - 3600 < 1 + spent, name
 
 
 @pytest.mark.parametrize("enable_utc", [True, False])
@@ -143,8 +154,8 @@ def test_naive_times_run_and_expire_when_they_say(make_lab: MakeLab, tmp_path: P
     now = datetime.now(ZoneInfo("Asia/Tokyo")).replace(tzinfo=None)
     due = lab.send("work", 0, eta=now + timedelta(seconds=1), expires=now + timedelta(seconds=60))
     gone = lab.send("work", 0, eta=now + timedelta(seconds=1), expires=now + timedelta(seconds=0.5))
-    wait_for(lambda: lab.journal.ends(due), 10, "due task ran")
-    wait_for(lambda: not lab.unfinished(), 10, "the expired one is dropped")
+    wait_for(lambda: lab.journal.ends(due), 30, "due task ran")
+    wait_for(lambda: not lab.unfinished(), 30, "the expired one is dropped")
     assert lab.journal.starts(gone) == 0
     assert [row.task_id for row in lab.rows(states=[State.CANCELED])] == [gone]
 
@@ -155,16 +166,17 @@ def test_countdowns_short_long_and_absurd(make_lab: MakeLab, main_url: str) -> N
     lab.start_worker("-c1")
     now = time.time()
     delays = {lab.send("work", 0, countdown=seconds): seconds for seconds in (0.2, 90 * 86400, 30 * 365 * 86400)}
+    spent = time.time() - now
     short = next(id for id, seconds in delays.items() if seconds == 0.2)
-    wait_for(lambda: lab.journal.ends(short), 10, "the short one ran")
+    wait_for(lambda: lab.journal.ends(short), 30, "the short one ran")
     start = lab.journal.of("start", short)[0]
-    assert start["time"] - now < 2
+    assert start["time"] - now < LATE
     for told in start["eta"]:  # of the request, as Celery has it, and of the message's own header
-        assert abs(datetime.fromisoformat(told).timestamp() - now - 0.2) < 1
-    wait_for(lambda: len(lab.rows()) == 2, 5, "the short one is settled")
+        assert -1 < datetime.fromisoformat(told).timestamp() - now - 0.2 < 1 + spent
+    wait_for(lambda: len(lab.rows()) == 2, 30, "the short one is settled")
     for row in lab.rows():
         assert row.task_id is not None
-        assert abs(row.run_at / 1000 - now - delays[row.task_id]) < 1
+        assert -1 < row.run_at / 1000 - now - delays[row.task_id] < 1 + spent
 
 
 def test_clock_change_between_publish_and_due_shifts_nothing(make_lab: MakeLab, tmp_path: Path) -> None:
