@@ -35,7 +35,7 @@ import os
 from celery.contrib.migrate import migrate_tasks
 from kombu import Connection
 from tests.workers.app import app
-migrate_tasks(Connection(os.environ["SOURCE"]), app.connection_for_write(), app=app, ack_messages=True, timeout=2)
+migrate_tasks(Connection(os.environ["SOURCE"]), app.connection_for_write(), app=app, ack_messages=True, timeout=5)
 """
 
 
@@ -89,13 +89,13 @@ def test_inspect_control_and_status(make_lab: MakeLab, main_url: str) -> None:
     lines += [["status"], ["status", "--json"], ["inspect", "ping", "--json"]]
     # With names it need not wait for others that might answer too.
     names = ",".join(worker.name for worker in workers)
-    for line, code, output in run_many(lab, [[*line[:1], "-t", "10", "-d", names, *line[1:]] for line in lines]):
+    for line, code, output in run_many(lab, [[*line[:1], "-t", "30", "-d", names, *line[1:]] for line in lines]):
         assert code == 0, f"{line}: {output}"
         assert all(worker.name in output for worker in workers), f"{line}: {output}"
         assert "Error" not in output, f"{line}: {output}"
-    assert "2 nodes online." in run(lab, "status")
+    assert "2 nodes online." in run(lab, "status", "-t", "30", "-d", names)
     run(lab, "control", "shutdown", fails=True)  # nobody is left to answer, and Celery says so
-    assert [worker.process.wait(30) for worker in workers] == [0, 0]
+    assert [worker.process.wait(60) for worker in workers] == [0, 0]
     assert "No nodes replied" in run(lab, "inspect", "ping", fails=True)
 
 
@@ -109,7 +109,7 @@ def test_purge_list_report_and_events(make_lab: MakeLab, main_url: str) -> None:
     assert "taskgate" in run(lab, "report")
     assert "Purged 4 messages from 1 known task queue" in run(lab, "purge", "-f")
     assert "No messages purged" in run(lab, "purge", "-f")
-    lab.start_worker("-c1", "-P", "solo")
+    worker = lab.start_worker("-c1", "-P", "solo")
     with (lab.folder / "dump").open("wb") as file:
         dump = subprocess.Popen(
             [sys.executable, "-m", "celery", "-A", "tests.workers.app", "events", "--dump"],
@@ -119,17 +119,19 @@ def test_purge_list_report_and_events(make_lab: MakeLab, main_url: str) -> None:
             stderr=subprocess.STDOUT,
         )
     lab.processes.append(dump)
-    run(lab, "control", "enable_events")
+    run(lab, "control", "-t", "30", "-d", worker.name, "enable_events")
+    words = ("heartbeat", "task received", "task started", "task succeeded")
 
     def heard() -> bool:
         text = (lab.folder / "dump").read_text()
-        if "task started" not in text:
-            lab.send("work", 0)
-        return all(word in text for word in ("heartbeat", "task received", "task started", "task succeeded"))
+        if all(word in text for word in words):
+            return True
+        lab.send("work", 0)  # of the first ones some events may have come before anybody listened
+        return False
 
-    wait_for(heard, 20, "celery events shows what happens", every=0.2)
+    wait_for(heard, 30, "celery events shows what happens", every=0.2)
     dump.terminate()
-    dump.wait(10)
+    dump.wait(60)
 
 
 def test_amqp(make_lab: MakeLab, main_url: str) -> None:
@@ -185,11 +187,11 @@ def test_migrate_from_redis(make_lab: MakeLab, tmp_path: Path, redis_app: Celery
         sent[id] = {"number": number, **options}
     source = str(redis_app.conf.broker_url)
     if how == "command":
-        output = run(lab, "migrate", source, f"taskgate+{lab.url}", "-t", "2", "-a")
+        output = run(lab, "migrate", source, f"taskgate+{lab.url}", "-t", "5", "-a")
         assert output.count("Migrating task") == 50
     else:
         process = lab.run_python(MIGRATE, SOURCE=source)
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
     rows = {str(row.task_id): row for row in lab.rows()}
     assert set(rows) == set(sent)
     for id, wanted in sent.items():
@@ -202,8 +204,8 @@ def test_migrate_from_redis(make_lab: MakeLab, tmp_path: Path, redis_app: Celery
             assert row.run_at == int(eta.timestamp() * 1000)
     lab.start_worker("-c1", "-P", "solo")
     due = {id for id, wanted in sent.items() if "eta" not in wanted}
-    wait_for(lambda: lab.journal.ended() >= due, 20, "what is due runs")
+    wait_for(lambda: lab.journal.ended() >= due, 30, "what is due runs")
     assert lab.journal.ended() == due
     (line, *_) = [line for line in lab.journal.of("start") if line["kwargs"]["k"] == 7]
     assert line["args"] == [7, "🐘"]
-    wait_for(lambda: {row.state for row in lab.unfinished()} == {State.PENDING}, 10, "and only that")
+    wait_for(lambda: {row.state for row in lab.unfinished()} == {State.PENDING}, 30, "and only that")

