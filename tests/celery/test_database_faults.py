@@ -111,33 +111,33 @@ def test_killed_sessions_are_replaced(victim: Victim, make_lab: MakeLab, call: s
 
 def test_idle_worker_and_publisher_survive_killed_sessions(victim: Victim, make_lab: MakeLab) -> None:
     """B98: the sessions of an idle worker are killed three times; publishing and working go on."""
-    lab = make_lab(victim.url, lease_ttl=5.0)
+    lab = make_lab(victim.url, lease_ttl=10.0)
     worker = lab.start_worker("-c1")
     for _ in range(3):
         id = lab.send("work", 0)
-        wait_for(lambda id=id: lab.journal.ends(id), 10, "work")
+        wait_for(lambda id=id: lab.journal.ends(id), 30, "work")
         assert victim.kill_sessions() >= 1
     id = lab.send("work", 0)
-    wait_for(lambda: lab.journal.ends(id), 10, "work after the last kill")
-    wait_for(lambda: not lab.rows(), 5, "all settled")
+    wait_for(lambda: lab.journal.ends(id), 30, "work after the last kill")
+    wait_for(lambda: not lab.rows(), 30, "all settled")
     assert lab.journal.starts() == 4
     assert worker.alive
 
 
 def test_restart_under_an_idle_and_a_busy_worker(make_lab: MakeLab, private_server: PrivateServer) -> None:
     """B97: same processes, consuming again, and what ran is not run again."""
-    lab = make_lab(private_server.url, lease_ttl=10.0)
+    lab = make_lab(private_server.url, lease_ttl=30.0)  # a server may take some time to start
     workers = [lab.start_worker("-c1") for _ in range(2)]
     gate = lab.folder / "gate"
     busy = lab.send("hold_until", str(gate))
-    wait_for(lambda: lab.journal.starts(busy), 10, "busy")
+    wait_for(lambda: lab.journal.starts(busy), 30, "busy")
     private_server.stop()
     gate.touch()
-    wait_for(lambda: lab.journal.ends(busy), 5, "it ends while the server is down")
+    wait_for(lambda: lab.journal.ends(busy), 30, "it ends while the server is down")
     private_server.start()
-    ids = [wait_for(lambda: publish(lab.send), 20, "publish") for _ in range(6)]
-    wait_for(lambda: lab.journal.ended() == {busy, *ids}, 30, "all ran")
-    wait_for(lambda: not lab.rows(), 10, "all settled")
+    ids = [wait_for(lambda: publish(lab.send), 30, "publish") for _ in range(6)]
+    wait_for(lambda: lab.journal.ended() >= {busy, *ids}, 30, "all ran")
+    wait_for(lambda: not lab.rows(), 30, "all settled")
     assert set(lab.journal.starts_each().values()) == {1}
     assert all(worker.alive for worker in workers)
 
@@ -201,7 +201,7 @@ def test_foreign_writer_on_the_file_harms_nobody(make_lab: MakeLab, tmp_path: Pa
     for thread in threads:
         thread.join(60)
     wait_for(lambda: lab.journal.ended() >= set(ids), 60, "all ran")
-    wait_for(lambda: not lab.rows(), 10, "all settled")
+    wait_for(lambda: not lab.rows(), 30, "all settled")
     assert failures == []
     assert set(lab.journal.starts_each().values()) == {1}, "a lease was lost"
     assert not any("is locked" in worker.text() for worker in workers)

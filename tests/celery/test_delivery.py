@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 
 import pytest
@@ -11,6 +12,9 @@ from tests.workers.fixtures import MakeLab
 from tests.workers.harness import wait_for
 
 pytestmark = pytest.mark.slow
+
+#: Of leases that are to be kept: more than a busy machine may pause.
+TTL = 4.0
 
 
 def test_higher_priority_runs_first(make_lab: MakeLab, database_url: str) -> None:
@@ -52,12 +56,14 @@ def test_a_rate_limited_task_holds_up_no_other(make_lab: MakeLab, main_url: str,
         "task_acks_late": acks_late,
         "task_annotations": {"tests.workers.app.limited": {"rate_limit": "1/m"}},
     }
-    lab = make_lab(main_url, conf, lease_ttl=2)
+    lab = make_lab(main_url, conf, lease_ttl=TTL)
     for _ in range(100):
         lab.send("limited")
     others = {lab.send("work") for _ in range(20)}
     lab.start_worker("-c1")
-    wait_for(lambda: others <= lab.journal.ended(), 15, "the others have run")
+    wait_for(lambda: others <= lab.journal.ended(), 30, "the others have run")
+    beyond = time.monotonic() + 1.2 * TTL
+    wait_for(lambda: time.monotonic() > beyond, 2 * TTL, "leases that nobody renewed are over")
     waiting = [row for row in lab.rows() if row.type.endswith("limited")]
     assert len(waiting) >= 98
     assert {(row.lease_lost, row.deliveries) for row in waiting} <= {(0, 1), (0, 0)}
@@ -83,4 +89,4 @@ def test_a_redelivered_task_that_has_succeeded_is_not_run_again(
     wait_for(lambda: not lab.rows(), 30, "the message is removed")
     assert lab.journal.starts(id) == 1
     again = lab.send("work")
-    wait_for(lambda: again in lab.journal.ended(), 10, "the worker goes on")
+    wait_for(lambda: again in lab.journal.ended(), 30, "the worker goes on")
