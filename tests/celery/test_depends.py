@@ -108,7 +108,7 @@ def test_a_parent_whose_worker_is_killed(database_url: str, make: MakeLab) -> No
     wait_for(lambda: lab.journal.starts(parent), LATE, "the parent runs")
     victim.kill()
     lab.start_worker("-c1")
-    wait_for(lambda: lab.journal.starts(parent) == 2, LATE, "the parent runs again")
+    wait_for(lambda: lab.journal.starts(parent) >= 2, LATE, "the parent runs again")
     assert row(lab, child).state is State.BLOCKED
     go.touch()
     assert lab.app.AsyncResult(child).get(timeout=LATE) == "child"
