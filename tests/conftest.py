@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -13,10 +14,11 @@ from kombu_taskgate.core.settings import BrokerSettings
 from kombu_taskgate.testing.stores import InDatabase, InMemory
 from tests import services
 
-# A wall-clock limit for one example would fail on busy machines only.
-hypothesis.settings.register_profile("laptop", deadline=None)
+# A wall-clock limit for one example, or for making up the first ones, would fail on busy machines only.
+BUSY: Any = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("laptop", **BUSY)
 # The same examples in every run, so that a red build is about the change in it.
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("ci", **BUSY, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "laptop")
 
 
