@@ -135,7 +135,7 @@ def test_megabytes_round_trip(make_lab: MakeLab, database_url: str) -> None:
     from tests.workers.harness import wait_for
 
     id = lab.send("work", 0, "x" * 2**20)
-    line = wait_for(lambda: lab.journal.of("end", id), 20, "it runs")[0]
+    line = wait_for(lambda: lab.journal.of("end", id), 30, "it runs")[0]
     assert line["tag"] == "x" * 2**20
 
 

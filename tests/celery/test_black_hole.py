@@ -41,15 +41,15 @@ def test_work_goes_on_after_it(hole: Hole) -> None:
     """What ran ends in the hole, is acknowledged after it, and is not started again; nor is anything else."""
     gate = hole.lab.folder / "gate"
     running = [hole.lab.send("hold_until", str(gate)) for _ in range(2)]
-    wait_for(lambda: hole.lab.journal.starts() == 2, 10, "two running")
+    wait_for(lambda: hole.lab.journal.starts() == 2, 30, "two running")
     hole.proxy.black_hole(True)
     gate.touch()
-    wait_for(lambda: hole.lab.journal.ends() == 2, 10, "both end")
+    wait_for(lambda: hole.lab.journal.ends() == 2, 30, "both end")
     waiting = [hole.lab.send("work", 0) for _ in range(4)]
-    wait_for(lambda: "can't be used just now" in hole.worker.text(), 20, "it is noticed")
+    wait_for(lambda: "can't be used just now" in hole.worker.text(), 30, "it is noticed")
     hole.proxy.black_hole(False)
-    wait_for(lambda: hole.lab.journal.ended() == {*running, *waiting}, 20, "all ran")
-    wait_for(lambda: not hole.lab.rows(), 10, "all settled")
+    wait_for(lambda: hole.lab.journal.ended() == {*running, *waiting}, 30, "all ran")
+    wait_for(lambda: not hole.lab.rows(), 30, "all settled")
     assert set(hole.lab.journal.starts_each().values()) == {1}
     assert hole.worker.alive
 
@@ -58,12 +58,12 @@ def test_work_goes_on_over_new_connections_when_the_old_ones_stay_silent(hole: H
     """As behind a firewall that has forgotten its connections, with a peer that still takes every byte."""
     gate = hole.lab.folder / "gate"
     running = [hole.lab.send("hold_until", str(gate))]
-    wait_for(lambda: hole.lab.journal.starts() == 1, 10, "one running")
+    wait_for(lambda: hole.lab.journal.starts() == 1, 30, "one running")
     assert hole.proxy.forget() >= 2
     gate.touch()
     ids = [hole.lab.send("work", 0) for _ in range(6)]
-    wait_for(lambda: hole.lab.journal.ended() == {*running, *ids}, 20, "all ran")
-    wait_for(lambda: not hole.lab.rows(), 10, "all settled")
+    wait_for(lambda: hole.lab.journal.ended() == {*running, *ids}, 30, "all ran")
+    wait_for(lambda: not hole.lab.rows(), 30, "all settled")
     assert set(hole.lab.journal.starts_each().values()) == {1}
     reply = wait_for(lambda: hole.lab.app.control.ping(timeout=1), 20, "it can be asked")
     assert list(reply[0]) == [hole.worker.name]
@@ -72,10 +72,10 @@ def test_work_goes_on_over_new_connections_when_the_old_ones_stay_silent(hole: H
 def test_a_worker_in_it_ends_when_told(hole: Hole) -> None:
     gate = hole.lab.folder / "gate"
     id = hole.lab.send("hold_until", str(gate))
-    wait_for(lambda: hole.lab.journal.starts() == 1, 10, "one running")
+    wait_for(lambda: hole.lab.journal.starts() == 1, 30, "one running")
     hole.proxy.black_hole(True)
     gate.touch()
-    wait_for(lambda: hole.lab.journal.ends() == 1, 10, "it ends")
+    wait_for(lambda: hole.lab.journal.ends() == 1, 30, "it ends")
     hole.worker.terminate(60)
     # The lease is the dead worker's until it runs out, or the last word got through when the hole closed.
     assert hole.lab.journal.starts(id) == 1
@@ -85,12 +85,12 @@ def test_publishing_in_it_fails_in_time(hole: Hole) -> None:
     """B17: the caller is told, in a time that answer_timeout and connect_timeout bound."""
     app = hole.lab.make_app(broker_url=f"taskgate+{hole.url}")
     kept = hole.lab.send("work", 0, app=app)
-    wait_for(lambda: hole.lab.journal.ended() == {kept}, 10, "it can publish")
+    wait_for(lambda: hole.lab.journal.ended() == {kept}, 30, "it can publish")
     hole.proxy.black_hole(True)
     for policy in ({"retry": False}, {"retry": True, "retry_policy": {"max_retries": 1, "interval_start": 0.1}}):
         with pytest.raises(OperationalError):
             hole.lab.send("work", 0, app=app, **policy)
     hole.proxy.black_hole(False)
     later = hole.lab.send("work", 0, app=app)
-    wait_for(lambda: later in hole.lab.journal.ended(), 20, "it can publish again")
+    wait_for(lambda: later in hole.lab.journal.ended(), 30, "it can publish again")
     app.close()
