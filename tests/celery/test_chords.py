@@ -189,11 +189,12 @@ def test_an_error_callback_of_nested_chords(lab: Lab) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_large_header(lab: Lab) -> None:
     """B79: the body gets 5,000 values in order, in one delivery."""
     result = join(lab, [sig(lab, "quick", number) for number in range(5000)])
     began = time.monotonic()
-    assert result.get(timeout=150) == list(range(5000))
+    assert result.get(timeout=300) == list(range(5000))
     assert runs_of(lab, result) == [5000]
     print(f"5000 parts: {time.monotonic() - began:.1f} s after publishing")  # noqa: T201  # shown with -s
 

@@ -58,7 +58,7 @@ def test_every_end_settles(make_lab: MakeLab, postgresql_url: str, pool: str) ->
 
 def test_killed_worker_leaves_a_dead_letter(make_lab: MakeLab, database_url: str) -> None:
     """What ran on it is told as lost once its lease has run out, and does not run again; what waited does."""
-    lab = make_lab(database_url, conf=EARLY, lease_ttl=2.0)
+    lab = make_lab(database_url, conf=EARLY, lease_ttl=4.0)
     first = lab.start_worker("-c1")
     id = running(lab)
     behind = lab.send("work", 0)
