@@ -16,6 +16,7 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from .broker import Broker
 from .clock import local_time
@@ -23,7 +24,7 @@ from .errors import ConfigError, LeaseLost, StoreUnavailable, TaskgateError
 from .lease import LeaseKeeper
 from .model import Claim, FailKind, Lease
 from .reaper import Reaper
-from .settings import LONGEST, check_name
+from .settings import LONGEST, check_name, is_number
 
 logger = logging.getLogger("kombu_taskgate.pool")
 
@@ -62,13 +63,15 @@ class Pool:
         run: called with a claim and an event that is set when it has to end early: because it was canceled, because its
             lease was lost, or because the pool stops and has waited long enough. What it returns (bytes or ``None``) is
             stored as the result. What it raises is a failure: it runs again after ``retry_delay`` as often as its
-            ``max_retry`` says. What it raises when it was told to end because the pool stops is none: it is given back.
+            ``max_retry`` says; so is a result that can't be stored. What it raises when it was told to end because the
+            pool stops is none: it is given back.
         n: how many run at a time.
         owner: shown to operators; made up when not given.
         heartbeat: seconds between two renewals of the leases.
         lease_ttl: seconds without a renewal after which others may take what this pool holds.
         claim_timeout: longest wait in seconds in one attempt to claim.
-        retry_delay: seconds before a failure is tried again.
+        retry_delay: seconds before a failure is tried again. Where it raises, or answers nonsense, :func:`back_off`
+            counts.
         on_error: called with the claim and what its run has raised, which is logged as well.
         reap: take back the leases of others that have died; off where somebody else does.
 
@@ -91,13 +94,13 @@ class Pool:
         on_error: Callable[[Claim, BaseException], object] | None = None,
         reap: bool = True,
     ) -> None:
-        self.queues = [queue] if isinstance(queue, str) else list(queue)
-        if not self.queues or n < 1:
+        self.queues = [queue] if isinstance(queue, str) else list(queue or ())
+        if not self.queues or not (isinstance(n, int) and n >= 1):
             raise ConfigError(f"a pool needs a queue and at least one thread, not {len(self.queues)} and {n!r}")
         for name in self.queues:
             check_name(name, "queue")
         for what, value in (("heartbeat", heartbeat), ("lease_ttl", lease_ttl), ("claim_timeout", claim_timeout)):
-            if not 0 < value <= LONGEST:
+            if not (is_number(value) and 0 < value <= LONGEST):
                 raise ConfigError(f"{what} must be more than 0 seconds and at most 100 years, not {value!r}")
         if heartbeat > lease_ttl / 2:
             raise ConfigError(
@@ -137,7 +140,7 @@ class Pool:
             StoreUnavailable: the database does not answer.
         """
         with self._changed:
-            if self._begun:
+            if self._begun or self._stopping.is_set():
                 return
             self._keeper.start()
             self._begun, self._ended = True, False
@@ -288,6 +291,8 @@ class Pool:
         claim = run.claim
         try:
             result = self._do(claim, run.stop)
+            if result is not None and not isinstance(result, bytes):
+                raise TypeError(f"a run must return bytes or None, not {type(result).__name__}")
         except BaseException as error:  # noqa: BLE001  # whatever one run raises, the pool goes on
             self._report(run, error)
             detail = "".join(traceback.format_exception(error))[-DETAIL:]
@@ -296,7 +301,7 @@ class Pool:
             if run.canceled:
                 self._settle(run, lambda: self._broker.finish_canceled(claim))
             else:
-                self._settle(run, lambda: self._broker.ack(claim, result))
+                self._settle(run, lambda: self._broker.ack(claim, result), self._not_stored)
 
     def _failed(self, run: _Run, detail: str) -> None:
         if run.canceled:
@@ -304,10 +309,27 @@ class Pool:
         elif run.interrupted:
             self._broker.requeue(run.claim)
         else:
-            self._broker.fail(run.claim, FailKind.BUSINESS, delay=self._retry_delay(run.claim), detail=detail)
+            self._broker.fail(run.claim, FailKind.BUSINESS, delay=self._delay(run.claim), detail=detail)
 
-    def _settle(self, run: _Run, settle: Callable[[], object]) -> None:
-        """Tell the broker, for as long as the lease is this pool's."""
+    def _delay(self, claim: Claim) -> float:
+        try:
+            delay = self._retry_delay(claim)
+            if is_number(delay) and abs(delay) <= LONGEST:
+                return delay
+            logger.error("the retry_delay of the pool %s answers %r, which is no number of seconds", self.owner, delay)
+        except BaseException:
+            logger.exception("the retry_delay of the pool %s raised", self.owner)
+        return back_off(claim)
+
+    def _not_stored(self, run: _Run, error: Exception) -> None:
+        """A failure like any other: given back, it would run again and again, and nobody would count."""
+        self._report(run, error)
+        self._failed(run, f"its result could not be stored: {error}"[:DETAIL])
+
+    def _settle(
+        self, run: _Run, settle: Callable[[], object], refused: Callable[[_Run, Exception], object] | None = None
+    ) -> None:
+        """Tell the broker, for as long as the lease is this pool's. ``refused``: what else to tell it if it refuses."""
         pause = 0.05
         while not run.lost:
             try:
@@ -319,9 +341,11 @@ class Pool:
                     logger.warning("execution %d can't be settled now, which is tried again: %s", run.claim.id, error)
                 time.sleep(pause)
                 pause = min(LONGEST_PAUSE, pause * 2)
-            except Exception:
-                logger.exception("execution %d could not be settled; it runs again", run.claim.id)
-                return
+            except Exception as error:
+                if refused is None:
+                    logger.exception("execution %d could not be settled; it runs again", run.claim.id)
+                    return
+                settle, refused = partial(refused, run, error), None
             else:
                 return
         logger.warning("the lease of execution %d was lost: it runs again elsewhere, or has", run.claim.id)
@@ -334,7 +358,7 @@ class Pool:
         if self._on_error is not None:
             try:
                 self._on_error(run.claim, error)
-            except Exception:
+            except BaseException:
                 logger.exception("the error callback of the pool %s raised", self.owner)
 
     # -- told by the keeper --------------------------------------------------------------------------

@@ -121,6 +121,11 @@ class BrokerSettings:
         return self.queue_lease_ttl.get(queue, self.lease_ttl)
 
 
+def is_number(value: object) -> bool:
+    """Whether seconds can be told by it: no text, no truth value, nothing that only looks like a number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def check_name(name: str, what: str) -> str:
     """Return the name, or raise ConfigError when no store can hold it.
 

@@ -166,34 +166,77 @@ def test_back_off_grows() -> None:
         assert all(longest / 2 <= delay <= longest for delay in delays)
 
 
-def test_callback_that_raises(broker: Flaky, start: Callable[..., Pool]) -> None:
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_callback_that_raises(broker: Flaky, start: Callable[..., Pool], error: type[BaseException]) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
     ids = broker.enqueue_many([NewTask(QUEUE, max_retry=0)] * 2)
-    start(lambda claim, stop: 1 // 0, 1, on_error=lambda claim, error: 1 // 0)
+    start(lambda claim, stop: 1 // 0, 1, on_error=refuse)
     for id in ids:
         until(broker, id, State.FAILED)
 
 
+@pytest.mark.parametrize("delay", [ValueError, SystemExit, float("nan"), float("inf"), "1", None])
+def test_delay_that_is_none(broker: Flaky, start: Callable[..., Pool], delay: Any) -> None:
+    """The failure counts all the same: given back, it would fail for ever."""
+
+    def answer(claim: Claim) -> Any:
+        if isinstance(delay, type):
+            raise delay
+        return delay
+
+    id = broker.enqueue(NewTask(QUEUE, max_retry=5))
+    start(lambda claim, stop: 1 // 0, 1, retry_delay=answer)
+    until(broker, id, State.RETRYING)
+    assert broker.get(id).attempts == 1
+
+
+@pytest.mark.parametrize("result", ["text", 5, bytearray(b"x")])
+def test_result_that_is_none(store: InMemory | InDatabase, result: Any) -> None:
+    """A run that returns nonsense has failed, is tried again as often as it may be, and is then kept as failed."""
+    broker = store.open()
+    runs: list[int] = []
+
+    def run(claim: Claim, stop: threading.Event) -> Any:
+        runs.append(claim.id)
+        return result
+
+    bad = broker.enqueue(NewTask(QUEUE, max_retry=1))
+    pool = Pool(broker, QUEUE, run, 1, retry_delay=lambda claim: 0.0)
+    pool.start()
+    until(broker, bad, State.FAILED)
+    assert pool.stop()
+    assert runs == [bad] * 2
+    assert f"must return bytes or None, not {type(result).__name__}" in broker.get(bad).detail
+
+
 def test_result_that_can_not_be_stored(broker: Flaky, start: Callable[..., Pool]) -> None:
-    """A run that returns nonsense is not the end of its thread."""
-    broker.enqueue(NewTask(QUEUE, b"bad"))
+    """It is a failure as well, and not the end of the thread."""
+    bad = broker.enqueue(NewTask(QUEUE, b"bad", max_retry=1))
     good = broker.enqueue(NewTask(QUEUE))
-    fail = threading.Event()
-
-    class Odd(bytes):
-        pass
-
+    refused: list[int] = []
+    told: list[BaseException] = []
     original = broker.ack
 
     def ack(lease: Lease, result: bytes | None = None) -> None:
-        if isinstance(result, Odd):
-            fail.set()
-            raise TypeError("not bytes")
+        if result:
+            refused.append(lease.id)
+            raise ConfigError("too long")
         original(lease, result)
 
     broker.ack = ack  # type: ignore[method-assign]
-    start(lambda claim, stop: Odd() if claim.payload else None, 1)
+    start(
+        lambda claim, stop: claim.payload or None,
+        1,
+        retry_delay=lambda claim: 0.0,
+        on_error=lambda claim, error: told.append(error),
+    )
     until(broker, good, State.COMPLETED)
-    assert fail.is_set()
+    until(broker, bad, State.FAILED)
+    assert refused == [bad] * 2
+    assert "could not be stored: too long" in broker.get(bad).detail
+    assert [str(error) for error in told] == ["too long"] * 2
 
 
 def test_database_that_is_away(broker: Flaky, start: Callable[..., Pool]) -> None:
@@ -351,6 +394,16 @@ def test_stop_without_start(broker: Flaky) -> None:
     assert Pool(broker, QUEUE, nothing).stop()
 
 
+def test_start_after_stop(broker: Flaky) -> None:
+    """It does not start again, also when it had not begun; nothing is left that renews what nobody uses."""
+    pool = Pool(broker, QUEUE, nothing)
+    assert pool.stop()
+    pool.start()
+    assert broker.renewals == 0
+    assert pool._keeper.session is None
+    assert pool._claimer is None
+
+
 def test_start_while_the_database_is_away(broker: Flaky, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is told at once; a later attempt begins."""
     pool = Pool(broker, QUEUE, nothing)
@@ -368,7 +421,12 @@ def test_start_while_the_database_is_away(broker: Flaky, monkeypatch: pytest.Mon
     ("options", "named"),
     [
         ({"queue": []}, "a queue"),
+        ({"queue": None}, "a queue"),
         ({"n": 0}, "one thread"),
+        ({"n": 2.5}, "one thread"),
+        ({"n": "4"}, "one thread"),
+        ({"heartbeat": "20"}, "heartbeat"),
+        ({"lease_ttl": None}, "lease_ttl"),
         ({"queue": ""}, "queue name"),
         ({"owner": ""}, "owner name"),
         ({"heartbeat": 0}, "heartbeat"),
