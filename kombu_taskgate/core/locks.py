@@ -58,12 +58,17 @@ class TermLock:
             holder = self._asked.setdefault(id, new_holder())
         term = self._terms.try_acquire(id, holder, ttl)
         with self._guard:
-            if self._asked.get(id) != holder:
-                return False  # two threads have asked, and the other one has it
-            del self._asked[id]
-            if term is not None:
-                self._held[id] = (holder, term.number)
-        return term is not None
+            first = self._asked.get(id) == holder
+            if first:
+                del self._asked[id]
+                if term is not None:
+                    self._held[id] = (holder, term.number)
+            stray = term is not None and self._held.get(id) != (holder, term.number)
+        if stray:
+            # Two threads have asked in one name. The other one was first, and has given it back meanwhile: what came
+            # of this one's asking after that is nobody's.
+            self._terms.release(id, holder)
+        return first and term is not None
 
     def renew(self, id: str, ttl: float) -> bool:
         """See the protocol."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from .errors import ConfigError
-from .settings import LONGEST, check_name
+from .settings import LONGEST, check_name, is_number
 
 #: A term that ends later than so many of its own ttl from now was given before the clock was set back. More than one,
 #: so that a clock that is corrected by a little takes no term away from a holder that trusts it.
@@ -104,7 +104,7 @@ def check(key: str, holder: str, ttl: float = 1.0, above: int = 0) -> None:
     """Raise ConfigError for what no store can hold."""
     check_name(key, "term")
     check_name(holder, "holder")
-    if not 0.001 <= ttl <= LONGEST:
+    if not (is_number(ttl) and 0.001 <= ttl <= LONGEST):
         raise ConfigError(f"the ttl of term {key!r} must be 0.001 seconds to 100 years, not {ttl!r}")
     if not 0 <= above < HIGHEST:
         raise ConfigError(f"no number of a term is {above!r}: above must be at least 0 and less than {HIGHEST}")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 import uuid
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from kombu_taskgate.core.settings import BrokerSettings
 from kombu_taskgate.core.terms import Term
 from kombu_taskgate.testing.clock import FakeClock
 from kombu_taskgate.testing.stores import InDatabase
-from kombu_taskgate.testing.threads import together
+from kombu_taskgate.testing.threads import DEADLINE, together
 from tests import services
 
 JOB = "nightly"
@@ -134,6 +136,31 @@ def test_each_time_under_another_name(clock: FakeClock) -> None:
     assert len(set(names)) == 3
 
 
+def test_two_threads_at_once(clock: FakeClock) -> None:
+    """Of one that asks so slowly that the other has given the lock back meanwhile, nothing is left behind."""
+
+    class Slow(Lossy):
+        def try_acquire(self, key: str, holder: str, ttl: float, *, above: int = 0) -> Term | None:
+            if threading.current_thread() is slow:
+                asks.set()
+                assert goes_on.wait(DEADLINE)
+            return super().try_acquire(key, holder, ttl, above=above)
+
+    asks, goes_on = threading.Event(), threading.Event()
+    terms = Slow(clock)
+    lock = TermLock(terms)
+    answers: list[bool] = []
+    slow = threading.Thread(target=lambda: answers.append(lock.lock(JOB, 10)), daemon=True)
+    slow.start()
+    assert asks.wait(DEADLINE)
+    assert lock.lock(JOB, 10)
+    lock.unlock(JOB)
+    goes_on.set()
+    slow.join(DEADLINE)
+    assert answers == [False]
+    assert TermLock(terms).lock(JOB, 10), "nobody has it, and nobody can get it"
+
+
 def test_child_has_none_of_it(clock: FakeClock) -> None:
     lock = TermLock(Lossy(clock))
     assert lock.lock(JOB, 10)
@@ -146,8 +173,9 @@ def test_child_has_none_of_it(clock: FakeClock) -> None:
 
 def test_what_does_not_fit_is_refused(clock: FakeClock) -> None:
     lock = TermLock(Lossy(clock))
-    for id, ttl in (("", 10.0), (JOB, 0.0)):
+    wrong: Any
+    for id, wrong in (("", 10.0), (JOB, 0.0), (JOB, "10"), (JOB, None)):
         with pytest.raises(ConfigError):
-            lock.lock(id, ttl)
+            lock.lock(id, wrong)
     with pytest.raises(ConfigError, match="can't be read"):
         RedisLock("http://x")
