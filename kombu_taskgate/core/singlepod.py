@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from .clock import local_time
 from .errors import ConfigError, NotLeader
 from .locks import Lock, RedisLock, SqlLock, TermLock
-from .settings import LONGEST
+from .settings import LONGEST, is_number
 from .terms import check
 
 __all__ = ["Lock", "RedisLock", "SinglePod", "SinglePodConfig", "SqlLock", "TermLock"]
@@ -61,11 +61,14 @@ class SinglePodConfig:
     def __post_init__(self) -> None:
         for name in ("ttl", "renew_every", "standby", "max_run"):
             value = getattr(self, name)
-            if value is not None and not 0 < value <= LONGEST:
+            if value is None and name != "ttl":
+                continue
+            if not (is_number(value) and 0 < value <= LONGEST):
                 raise ConfigError(f"{name} must be more than 0 seconds and at most 100 years, not {value!r}")
         for name in ("pause", "stop_within"):
-            if not 0 <= getattr(self, name) <= LONGEST:
-                raise ConfigError(f"{name} must be 0 seconds to 100 years, not {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if not (is_number(value) and 0 <= value <= LONGEST):
+                raise ConfigError(f"{name} must be 0 seconds to 100 years, not {value!r}")
         if not self.trusted > self.between_renewals * SLACK:
             raise ConfigError(
                 f"renew_every {self.between_renewals:g} s is too long for a ttl of {self.ttl:g} s: "
@@ -133,7 +136,7 @@ class _Held:
             attempt = local_time()
             try:
                 kept = self._lock.renew(self._id, self._config.ttl)
-            except Exception as error:  # noqa: BLE001  # a lock of the user's may raise anything
+            except BaseException as error:  # noqa: BLE001  # a lock of the user's may raise anything
                 if not failing:
                     logger.warning("lock %s can't be renewed now, which is tried again: %s", self._id, error)
                 failing = True
@@ -237,7 +240,7 @@ class SinglePod:
             try:
                 won = self._lock.lock(self.id, self.config.ttl)
                 failing = False
-            except Exception as error:  # noqa: BLE001  # as above
+            except BaseException as error:  # noqa: BLE001  # as above
                 if not failing:
                     self._report(error, "its lock can't be asked for now, which is tried again")
                 won, failing = False, True
@@ -256,14 +259,14 @@ class SinglePod:
         if self._cleanup is not None:
             try:
                 self._cleanup()
-            except Exception as error:  # noqa: BLE001  # as above
+            except BaseException as error:  # noqa: BLE001  # as above
                 self._report(error, "the cleanup failed")
         held.end()
         life.held = None
         try:
             # Harmless when it was lost.
             self._lock.unlock(self.id)
-        except Exception as error:  # noqa: BLE001  # as above
+        except BaseException as error:  # noqa: BLE001  # as above
             self._report(error, "its lock could not be given back, and runs out by itself")
         logger.info("this process has lock %s no more", self.id)
 
@@ -280,7 +283,12 @@ class SinglePod:
 
         limit = None if self.config.max_run is None else local_time() + self.config.max_run
         life.runner = threading.Thread(target=run, name=f"taskgate-run-{self.id}", daemon=True)
-        life.runner.start()
+        try:
+            life.runner.start()
+        except RuntimeError as error:
+            # No more threads are to be had: the lock is renewed by one that runs, so it would be kept for nothing.
+            self._report(error, "a run could not be started, which is tried again")
+            return
         told_lost = False
         while not done.is_set():
             now = local_time()
@@ -310,7 +318,8 @@ class SinglePod:
         if self._on_error is not None:
             try:
                 self._on_error(error)
-            except Exception:
+            except BaseException:
+                # A SystemExit, too, would end nothing but this thread; the lock would be kept, and nobody would run.
                 logger.exception("the error callback of %s raised", self.id)
 
 

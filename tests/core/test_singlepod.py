@@ -29,6 +29,7 @@ class Key:
         self.down = False
         self.calls: list[str] = []
         self.hang: threading.Event | None = None
+        self.error: type[BaseException] = StoreUnavailable
 
     def lock(self, id: str, ttl: float) -> bool:
         self._say("lock")
@@ -50,7 +51,7 @@ class Key:
     def _say(self, word: str) -> None:
         self.calls.append(word)
         if self.down:
-            raise StoreUnavailable("the cable is cut")
+            raise self.error("the cable is cut")
 
 
 class Job:
@@ -229,19 +230,69 @@ def test_run_that_raises(error: BaseException, key: Key, job: Job, start: Callab
     assert key.calls.count("lock") == 1
 
 
-def test_cleanup_and_callback_that_raise(key: Key) -> None:
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_cleanup_and_callback_that_raise(key: Key, error: type[BaseException]) -> None:
     told: list[BaseException] = []
+    runs: list[int] = []
+
+    def refuse() -> None:
+        raise error("the cleanup")
 
     def note(error: BaseException) -> None:
         told.append(error)
-        raise ValueError("the callback")
+        raise type(error)("the callback")
 
-    pod = SinglePod("x", key, lambda stop: None, lambda: 1 // 0, SinglePodConfig(**QUICK), on_error=note)
+    def run(stop: threading.Event) -> None:
+        runs.append(1)
+        raise error("the run")
+
+    pod = SinglePod("x", key, run, refuse, SinglePodConfig(**QUICK), on_error=note)
     pod.start()
-    wait_until(lambda: pod.is_leader, "it leads")
+    wait_until(lambda: len(runs) > 2, "it goes on")
+    key.kept = False
+    wait_until(lambda: "unlock" in key.calls, "the lock is lost")
+    key.kept = True
+    wait_until(lambda: key.calls.count("lock") > key.calls.count("unlock"), "it has the lock again")
     assert pod.stop()
-    assert [type(error) for error in told] == [ZeroDivisionError]
+    assert {"the run", "the cleanup"} <= {str(error) for error in told}
     assert key.calls[-1] == "unlock"
+
+
+def test_lock_that_exits(key: Key, job: Job, start: Callable[..., SinglePod]) -> None:
+    """A lock of the user's may raise anything, and is asked again."""
+    key.error = SystemExit
+    key.down = True
+    start()
+    wait_until(lambda: key.calls.count("lock") > 1, "it is asked again")
+    key.down = False
+    wait_until(lambda: job.notes, "it runs")
+    renewals = key.calls.count("renew")
+    key.down = True
+    wait_until(lambda: key.calls.count("renew") > renewals + 1, "it is asked again")
+    key.down = False
+    renewals = key.calls.count("renew")
+    wait_until(lambda: key.calls.count("renew") > renewals + 1, "it is renewed again")
+    assert job.notes == ["begin"]
+
+
+def test_run_that_can_not_be_started(
+    key: Key, job: Job, start: Callable[..., SinglePod], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no more threads are to be had: the lock, which others could have, is not kept for nothing."""
+    full = True
+
+    class Thread(threading.Thread):
+        def start(self) -> None:
+            if full and self.name.startswith("taskgate-run"):
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    monkeypatch.setattr(threading, "Thread", Thread)
+    start()
+    wait_until(lambda: len(job.errors) > 1, "it is tried again")
+    full = False
+    wait_until(lambda: job.notes, "it runs")
+    assert {str(error) for error in job.errors} == {"can't start new thread"}
 
 
 def test_run_that_does_not_end(key: Key, job: Job, start: Callable[..., SinglePod]) -> None:
@@ -317,6 +368,10 @@ def test_only_one_of_several_processes_runs(store_url: str) -> None:
         ({"ttl": 10, "renew_every": 7}, "renew_every 7 s is too long for a ttl of 10 s"),
         ({"ttl": 0}, "ttl"),
         ({"ttl": float("nan")}, "ttl"),
+        ({"ttl": "15"}, "ttl"),
+        ({"ttl": None}, "ttl"),
+        ({"pause": "1"}, "pause"),
+        ({"stop_within": None}, "stop_within"),
         ({"renew_every": 0}, "renew_every"),
         ({"standby": -1}, "standby"),
         ({"max_run": 0}, "max_run"),
