@@ -27,7 +27,7 @@ from typing import Any
 from .clock import local_time
 from .errors import ConfigError, StoreUnavailable, TaskgateError
 from .model import MAX_NAME
-from .settings import LONGEST
+from .settings import LONGEST, is_number
 from .terms import LeaseStore, Term, check
 
 logger = logging.getLogger("kombu_taskgate.election")
@@ -43,6 +43,8 @@ POLL = 0.2
 STALE = 1.5
 #: How long in seconds a stop waits for each thread: the store may be away.
 STOP_WITHIN = 3.0
+#: How many threads that ask may hang in a store without an answer; then the next one is waited for.
+MOST_HANGING = 4
 #: Longest time in seconds for which the thread sleeps: its timer does not count the time of a suspended machine.
 LONGEST_SLEEP = 1.0
 
@@ -61,7 +63,7 @@ class _Call:
         #: By the local clock: what the store answers holds from then on.
         self.started = now
         self.answer: Any = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.ended = False
         #: It tried to acquire.
         self.acquired = False
@@ -71,7 +73,7 @@ class _Call:
     def run(self) -> None:
         try:
             self.answer = self._ask(self)
-        except Exception as error:  # noqa: BLE001  # looked at by whoever asked
+        except BaseException as error:  # noqa: BLE001  # looked at by whoever asked
             self.error = error
         self.ended = True
         self._done()
@@ -141,7 +143,7 @@ class LeaderElector:
         clock: the local clock in seconds, for tests.
 
     Callbacks run in the elector's thread, one after the other, and so does ``fit``; while one of them runs no term is
-    renewed, so they must not take long. What they raise is logged.
+    renewed, so they must not take long. What they raise is logged, and ends nothing: not a ``SystemExit`` either.
 
     Raises:
         ConfigError: the times do not fit: ``ttl > renew_deadline > interval * 1.2`` must hold.
@@ -167,8 +169,9 @@ class LeaderElector:
         self.holder = new_holder() if holder is None else holder
         self._given_holder = holder
         self._renamed = 0
-        if not isinstance(ttl, (int, float)):
-            raise ConfigError(f"the ttl of term {key!r} must be a number of seconds, not {ttl!r}")
+        for what, seconds in (("ttl", ttl), ("interval", 0 if interval is None else interval)):
+            if not is_number(seconds):
+                raise ConfigError(f"the {what} of term {key!r} must be a number of seconds, not {seconds!r}")
         self.ttl = ttl
         self.interval = ttl / 3 if interval is None else interval
         self.renew_deadline = ttl * TRUST if renew_deadline is None else renew_deadline
@@ -184,7 +187,7 @@ class LeaderElector:
 
     def _check(self) -> None:
         times = (self.ttl, self.interval, self.renew_deadline, self.poll)
-        if not all(isinstance(time, (int, float)) and 0 < time <= LONGEST for time in times):
+        if not all(is_number(time) and 0 < time <= LONGEST for time in times):
             raise ConfigError(
                 f"ttl {self.ttl!r}, interval {self.interval!r}, renew_deadline {self.renew_deadline!r} and poll "
                 f"{self.poll!r} must be more than 0 seconds and at most 100 years"
@@ -299,7 +302,7 @@ class LeaderElector:
             return True
         try:
             return bool(self._fit())
-        except Exception:
+        except BaseException:
             logger.exception("whether %s is fit to lead %s can't be told; taken for unfit", self.holder, self.key)
             return False
 
@@ -307,7 +310,8 @@ class LeaderElector:
         if callback is not None:
             try:
                 callback(term)
-            except Exception:
+            except BaseException:
+                # A SystemExit, too, would end nothing but this thread, and with it the candidate.
                 logger.exception("a callback of the elector of %s raised", self.key)
 
 
@@ -319,7 +323,11 @@ class _Run:
         self._life = life
         self._name = name
         self._caller = _Caller(name)
+        #: Those that were left behind.
+        self._hanging: list[_Caller] = []
         self._call: _Call | None = None
+        #: From when on the call under way is waited for once more.
+        self._patient_from = 0.0
         self._answered: Callable[[_Call], object] = lambda call: None
         self._next = elector._clock()
         self._failures = 0
@@ -356,19 +364,28 @@ class _Run:
         if giving_back:
             # Not without having seen it set: somebody may ask just now.
             life.giving_back = False
-        if self._call is not None and now - self._call.started > e.ttl:
-            self._leave_behind()
+        if self._call is not None and now - self._waits_since(self._call) > e.ttl:
+            self._leave_behind(now)
         if self._call is None and now >= self._next:
             self._begin(now)
-        deadlines = [self._next] if self._call is None else [self._call.started + e.ttl + 0.01]
+        deadlines = [self._next] if self._call is None else [self._waits_since(self._call) + e.ttl + 0.01]
         if life.held is not None:
             deadlines.append(life.held[1])
         return min(LONGEST_SLEEP, max(0.0, min(deadlines) - e._clock()))
 
-    def _leave_behind(self) -> None:
+    def _waits_since(self, call: _Call) -> float:
+        return max(call.started, self._patient_from)
+
+    def _leave_behind(self, now: float) -> None:
         """Give up a call that gets no answer: that would tell nothing that is still so."""
+        self._hanging = [caller for caller in self._hanging if caller.thread.is_alive()]
+        if len(self._hanging) >= MOST_HANGING:
+            # More threads would help nobody. A late answer does no harm: it counts from when it was asked for.
+            self._patient_from = now
+            return
         releasing, self._call = self._answered == self._released, None
         self._caller.stop()
+        self._hanging.append(self._caller)
         self._caller = _Caller(self._name)
         self._failed("no answer")
         if releasing:

@@ -45,7 +45,7 @@ class Wire(LeaseStore):
         self.hanging = 0
         #: Called after a call of the name.
         self.then: dict[str, Callable[[], object]] = {}
-        self.error: Callable[[], Exception] = lambda: StoreUnavailable("the cable is cut")
+        self.error: Callable[[], BaseException] = lambda: StoreUnavailable("the cable is cut")
 
     def __getattribute__(self, name: str) -> Any:
         if name not in {"try_acquire", "release", "current", "register", "withdraw", "candidates"}:
@@ -373,6 +373,23 @@ def test_call_that_hangs_is_left_behind(lab: Lab) -> None:
     assert lab.words() == ["gained", "lost", "gained"]
 
 
+def test_no_more_than_a_few_calls_hang(lab: Lab) -> None:
+    """However long the store gives no answer; and when it gives one again, all of them end."""
+    elector = lab.leader()
+    held_up = elector.store.before = dict.fromkeys(("try_acquire", "current", "register"), threading.Event())
+    lab.pass_until(lambda: elector.store.hanging >= election.MOST_HANGING + 1, "calls hang", step=TTL / 2)
+    for _ in range(20):
+        lab.pass_time(TTL / 2)
+        lab.settle()
+    assert elector.store.hanging == election.MOST_HANGING + 1
+    elector.store.before = {}
+    held_up["current"].set()
+    lab.pass_until(lambda: elector.is_leader, "it leads again")
+    wait_until(lambda: len(threads_of()) == 2, "what hung has ended")
+    lab.settle()
+    assert lab.words() == ["gained", "lost", "gained"]
+
+
 def test_store_that_fails_is_asked_quickly_until_the_deadline(lab: Lab) -> None:
     elector = lab.leader()
     elector.store.down = True
@@ -684,15 +701,37 @@ def test_candidates(lab: Lab) -> None:
     assert lab.terms.candidates(KEY) == []
 
 
-def test_callbacks_that_raise(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
+def test_callbacks_that_raise(lab: Lab, caplog: pytest.LogCaptureFixture, error: type[BaseException]) -> None:
+    """Whatever it is: raised in that thread it would end nothing but the candidate."""
+
     def refuse(term: Term) -> None:
-        raise ValueError(f"no {term.key} please")
+        raise error(f"no {term.key} please")
 
     elector = lab.leader(on_gained=refuse, on_lost=refuse)
-    wait_until(lambda: "ValueError: no beat please" in caplog.text, "it is logged")
+    wait_until(lambda: f"{error.__name__}: no beat please" in caplog.text, "it is logged")
     elector.resign()
     lab.pass_until(lambda: elector.is_leader, "it leads again")
-    assert caplog.text.count("ValueError: no beat please") == 3
+    assert caplog.text.count(f"{error.__name__}: no beat please") == 3
+
+
+def test_fit_and_store_that_exit(lab: Lab) -> None:
+    """One that can't be told to be fit is not; a store that raises anything is asked again."""
+    ill = True
+
+    def fit() -> bool:
+        if ill:
+            raise SystemExit(1)
+        return True
+
+    elector = lab.standby(fit=fit)
+    elector.store.error = lambda: SystemExit(1)
+    elector.store.down = True
+    ill = False
+    asked = elector.store.calls["current"]
+    lab.pass_until(lambda: elector.store.calls["current"] > asked, "it has asked")
+    elector.store.down = False
+    lab.pass_until(lambda: elector.is_leader, "it leads")
 
 
 def test_check(lab: Lab) -> None:
@@ -725,6 +764,9 @@ def test_check(lab: Lab) -> None:
         ({"ttl": -1}, "ttl -1"),
         ({"ttl": float("nan")}, "ttl nan"),
         ({"ttl": "15"}, "not '15'"),
+        ({"ttl": True}, "not True"),
+        ({"interval": "5"}, "not '5'"),
+        ({"renew_deadline": "5"}, "renew_deadline '5'"),
         ({"ttl": 0.0001}, "0.001 seconds"),
         ({"ttl": 10, "interval": 0}, "interval 0"),
         ({"ttl": 10, "poll": -1}, "poll -1"),
