@@ -41,6 +41,12 @@ def back_off(claim: Claim) -> float:
     return min(600.0, 2.0 ** min(claim.attempts, 10)) * random.uniform(0.5, 1.0)
 
 
+def _checked(result: object) -> bytes | None:
+    if result is None or isinstance(result, bytes):
+        return result
+    raise TypeError(f"a run must return bytes or None, not {type(result).__name__}")
+
+
 class _Run:
     """One claim and what its run is told."""
 
@@ -290,9 +296,7 @@ class Pool:
     def _work(self, run: _Run) -> None:
         claim = run.claim
         try:
-            result = self._do(claim, run.stop)
-            if result is not None and not isinstance(result, bytes):
-                raise TypeError(f"a run must return bytes or None, not {type(result).__name__}")
+            result = _checked(self._do(claim, run.stop))
         except BaseException as error:  # noqa: BLE001  # whatever one run raises, the pool goes on
             self._report(run, error)
             detail = "".join(traceback.format_exception(error))[-DETAIL:]

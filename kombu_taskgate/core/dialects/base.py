@@ -174,10 +174,14 @@ class Dialect:
         """
         return None
 
-    def end_when_idle(self, conn: sa.Connection, seconds: float) -> None:
-        """Have the server end the running transaction when its client says nothing for so long.
+    def keep_short(self, conn: sa.Connection, silence: float, wait: float) -> None:
+        """Bound the running transaction, for whose locks others must not wait long.
 
-        For a transaction whose locks others must not wait for: a client that is frozen keeps its connection alive.
+        Args:
+            conn: its connection.
+            silence: the server ends it when its client, which may be frozen, says nothing for so many seconds.
+            wait: it waits for locks of others for so many seconds at a stretch. What it has locked itself is free
+                before it tries again.
         """
         raise NotImplementedError
 

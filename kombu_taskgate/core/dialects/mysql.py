@@ -98,11 +98,15 @@ class MySQL(Dialect):
     def lost(self, error: sa.exc.DBAPIError) -> bool:
         return bool(error.connection_invalidated) or _number(error) in _LOST
 
-    def end_when_idle(self, conn: sa.Connection, seconds: float) -> None:
+    def keep_short(self, conn: sa.Connection, silence: float, wait: float) -> None:
         # Of the session, for there is none of the transaction. MySQL knows no limit for transactions alone: there a
-        # connection that was used so is also closed when it is idle, and replaced at its next use.
+        # connection that was used so is also closed when it is idle, and replaced at its next use. Whatever else uses
+        # the connection waits for locks as long as ever, but begins anew more often.
         limit = "idle_transaction_timeout" if getattr(conn.dialect, "is_mariadb", False) else "wait_timeout"
-        conn.exec_driver_sql(f"SET SESSION {limit} = {max(1, math.ceil(seconds))}")
+        conn.exec_driver_sql(
+            f"SET SESSION {limit} = {max(1, math.ceil(silence))}, "
+            f"SESSION innodb_lock_wait_timeout = {max(1, math.floor(wait))}"
+        )
 
     def insert(self, table: sa.Table) -> Any:
         return insert(table)

@@ -111,8 +111,11 @@ class PostgreSQL(OnConflict, Dialect):
         status = conn.execute(sa.select(sa.func.txid_status(sa.cast(mark, sa.BigInteger)))).scalar()
         return {"committed": True, "aborted": False}.get(str(status))
 
-    def end_when_idle(self, conn: sa.Connection, seconds: float) -> None:
-        conn.exec_driver_sql(f"SET LOCAL idle_in_transaction_session_timeout = {max(1, to_ms(seconds))}")
+    def keep_short(self, conn: sa.Connection, silence: float, wait: float) -> None:
+        conn.exec_driver_sql(
+            f"SET LOCAL idle_in_transaction_session_timeout = {max(1, to_ms(silence))}; "
+            f"SET LOCAL lock_timeout = {max(1, to_ms(wait))}"
+        )
 
     def upsert(self, insert: Any, **how: Any) -> sa.Insert:
         upsert = super().upsert(insert, **how)

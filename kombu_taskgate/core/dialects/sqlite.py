@@ -84,7 +84,7 @@ class SQLite(OnConflict, Dialect):
             return Verdict.GONE
         return Verdict.FATAL
 
-    def end_when_idle(self, conn: sa.Connection, seconds: float) -> None:
+    def keep_short(self, conn: sa.Connection, silence: float, wait: float) -> None:
         """Nobody can: a process that is frozen inside a transaction keeps all others from writing until it goes on."""
 
     def change_mark(self, conn: sa.Connection) -> object | None:

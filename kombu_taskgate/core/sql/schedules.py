@@ -18,9 +18,12 @@ from ..terms import Term
 from . import publish
 from .work import Together, Work, chunks, repeat
 
-#: Seconds of silence after which the server ends a transaction under a term: whoever is frozen inside keeps the row of
-#: the term locked, and nobody else could begin one.
+#: Seconds of silence after which the server ends a transaction that locks the row of a term or of an entry: whoever is
+#: frozen inside would keep all others from leading, or the leader from going on.
 SILENCE = 2.0
+#: Longest wait in seconds for a lock at a stretch, in such a transaction: whoever waits under a term keeps it from
+#: being renewed.
+WAIT = 1.0
 
 
 class SqlSchedules:
@@ -55,10 +58,13 @@ class SqlSchedules:
 
     def _fence(self, conn: sa.Connection, term: Term) -> None:
         """Make sure that the term is valid, and stays so until the transaction ends."""
-        self._database.dialect.end_when_idle(conn, SILENCE)
+        self._keep_short(conn)
         parameters = self._terms.time(p_key=term.key, p_holder=term.holder, p_number=term.number)
         if conn.execute(self._terms.term_is_current, parameters).first() is None:
             raise rules.not_leader(term)
+
+    def _keep_short(self, conn: sa.Connection) -> None:
+        self._database.dialect.keep_short(conn, SILENCE, WAIT)
 
     def _now(self, conn: sa.Connection) -> int:
         return int(conn.execute(self._sql.current_time, self._sql.time()).scalar_one())
@@ -82,6 +88,7 @@ class SqlSchedules:
         rules.check_added(entry)
 
         def work(conn: sa.Connection) -> Entry | None:
+            self._keep_short(conn)
             there, now = self._locked(conn, key, entry.name), self._now(conn)
             if there is None:
                 new = rules.added(entry, now)
@@ -106,6 +113,7 @@ class SqlSchedules:
         rules.check_changes(name, changes)
 
         def work(conn: sa.Connection) -> bool:
+            self._keep_short(conn)
             there = self._locked(conn, key, name)
             if there is None:
                 return False
@@ -122,6 +130,7 @@ class SqlSchedules:
         rules.check_key(key)
 
         def work(conn: sa.Connection) -> bool:
+            self._keep_short(conn)
             there = self._locked(conn, key, name)
             if there is None:
                 return False
