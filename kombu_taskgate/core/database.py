@@ -18,17 +18,18 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from enum import Enum
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import sqlalchemy as sa
 from sqlalchemy.engine.default import DefaultDialect
-from sqlalchemy.engine.interfaces import DBAPICursor
 from sqlalchemy.pool import QueuePool
 
 from .dialects.base import Dialect, Verdict
 from .errors import ConfigError, StoreUnavailable, TaskgateError
 from .forkgate import ForkGate, Forks
 from .patience import Patience, Waiting
+from .quick import QuickConnection, Repertory
 from .settings import BrokerSettings
 
 logger = logging.getLogger("kombu_taskgate.database")
@@ -100,6 +101,7 @@ class Database:
         self._gate = None if dialect.survives_fork else ForkGate(_forks)
         #: Of dialects whose drivers would wait for ever.
         self._patience = Patience(dialect.descriptor) if dialect.waits_for_ever else None
+        self._repertory: Repertory | None = None
         self._reset()
         _databases.add(self)
 
@@ -183,9 +185,12 @@ class Database:
 
     # -- running -----------------------------------------------------------------------------------
 
-    def read(self, work: Callable[[sa.Connection], T]) -> T:
-        """Run one reading statement (or several that need not agree) outside a transaction."""
-        return self._repeat(lambda: self._once(work, begin=None, use=Use.WORK), None)
+    def read(self, work: Callable[[sa.Connection], T], *, quick: bool = True) -> T:
+        """Run one reading statement (or several that need not agree) outside a transaction.
+
+        ``quick``: see :mod:`.quick`; not for what inspects the database.
+        """
+        return self._repeat(lambda: self._once(work, begin=None, use=Use.WORK, quick=quick), None)
 
     def write(self, work: Callable[[sa.Connection], T]) -> T:
         """Run one writing statement that is its own transaction, and that may be repeated: one round trip."""
@@ -252,86 +257,6 @@ class Database:
             if schema:
                 self._engine(use).dispose()
 
-    def quick_transaction(
-        self, quickly: Callable[[DBAPICursor], T], work: Callable[[sa.Connection], T], *, confirm: Confirm[T] | None
-    ) -> T:
-        """As :meth:`transaction`, by the quickest way: on the driver's own cursor, see :mod:`.quick`.
-
-        Args:
-            quickly: what is done in the transaction.
-            work: the same by SQLAlchemy, for all attempts but the first.
-            confirm: see :meth:`transaction`.
-        """
-        first = True
-
-        def attempt() -> T:
-            nonlocal first
-            if first:
-                first = False
-                with nullcontext() if self._gate is None else self._gate.inside():
-                    done = self._quickly(quickly)
-                if done is not None:
-                    return done[0]
-            return self._once(work, begin=self._begin, use=Use.WORK)
-
-        return self._repeat(attempt, confirm)
-
-    def _quickly(self, work: Callable[[DBAPICursor], T]) -> tuple[T] | None:
-        """Returns ``None`` where there was no connection to be had: that is explained better by a usual attempt."""
-        engine = self._engine(Use.WORK)
-        driver: Any = engine.dialect.loaded_dbapi
-        with self._limited(Use.WORK) as call:
-            try:
-                pooled = engine.raw_connection()
-            except driver.Error:
-                return None
-            committing = False
-            try:
-                call.on(pooled.dbapi_connection)
-                cursor = pooled.cursor()
-                cursor.execute(self._begin)
-                call.again()
-                result = work(cursor)
-                self._hook("before_commit")
-                call.again()
-                committing = True
-                cursor.execute("COMMIT")
-                self._hook("after_commit")
-                cursor.close()
-            except BaseException as error:
-                known = self._known(error, engine, pooled)
-                lost = known is None or self._is_lost(known)
-                self._end_quickly(pooled, lost=lost)
-                if known is None or (known is error and not (committing and lost)):
-                    raise
-                if committing and lost:
-                    raise _CommitUnknownError(result) from known
-                raise known from error
-            finally:
-                pooled.close()
-            return (result,)
-
-    def _known(self, error: BaseException, engine: sa.Engine, pooled: Any) -> BaseException | None:
-        """A driver's error as SQLAlchemy would raise it; ``None``: it is something else that has cut in."""
-        driver: Any = engine.dialect.loaded_dbapi
-        if isinstance(error, driver.Error):
-            gone = engine.dialect.is_disconnect(error, pooled.dbapi_connection, None)
-            as_raised: BaseException = sa.exc.DBAPIError.instance(
-                "", None, error, driver.Error, hide_parameters=True, connection_invalidated=gone, dialect=engine.dialect
-            )
-            return as_raised
-        return error if isinstance(error, (TaskgateError, InjectedDisconnect, InjectedDeadlock)) else None
-
-    def _end_quickly(self, pooled: Any, *, lost: bool) -> None:
-        if not lost:
-            with suppress(Exception):
-                pooled.cursor().execute("ROLLBACK")
-                return
-        with suppress(Exception):
-            pooled.invalidate()
-        # Others that were opened with it are likely to be dead as well, and the next attempt is the only one more.
-        self._engine(Use.WORK).dispose()
-
     def _repeat(self, attempt: Callable[[], T], confirm: Confirm[T] | None) -> T:
         deadline = time.monotonic() + self.settings.busy_timeout
         again = 0
@@ -392,39 +317,75 @@ class Database:
             pause = min(1.0, pause * 2)
         raise AssertionError("unreachable")
 
-    def _once(self, work: Callable[[sa.Connection], T], *, begin: str | None, use: Use) -> T:
+    def _once(self, work: Callable[[sa.Connection], T], *, begin: str | None, use: Use, quick: bool = True) -> T:
         if self._gate is None:
-            return self._attempt(work, begin=begin, use=use)
+            return self._attempt(work, begin=begin, use=use, quick=quick)
         with self._gate.inside():
-            return self._attempt(work, begin=begin, use=use)
+            return self._attempt(work, begin=begin, use=use, quick=quick)
 
-    def _attempt(self, work: Callable[[sa.Connection], T], *, begin: str | None, use: Use) -> T:
-        result: T
+    def _attempt(self, work: Callable[[sa.Connection], T], *, begin: str | None, use: Use, quick: bool) -> T:
         with self._limited(use) as call, self._engine(use).connect() as conn:
             call.on(conn.connection.dbapi_connection)
-            if begin is None:
-                try:
-                    return work(conn)
-                except BaseException as error:
-                    # Cut off in the middle of a query, say by a task's time limit, a connection can't be used again.
-                    if self._is_lost(error) or not isinstance(error, (sa.exc.DBAPIError, TaskgateError)):
-                        self._throw_away(conn)
-                    raise
-            committing = False
+            if not quick or use is Use.SCHEMA or conn.dialect.driver not in self.dialect.plain_drivers:
+                return self._attempt_on(conn, conn.exec_driver_sql, work, conn, begin)
+            quickly = QuickConnection(conn, self._repertory_of(conn), call.again, partial(self._as_raised, conn))
             try:
-                conn.exec_driver_sql(begin)
-                result = work(conn)
-                self._hook("before_commit")
-                committing = True
-                conn.exec_driver_sql("COMMIT")
-                self._hook("after_commit")
+                # As much of a connection as is used where statements are executed again and again.
+                return self._attempt_on(conn, quickly.say, work, cast("sa.Connection", quickly), begin)
+            finally:
+                quickly.end()
+
+    def _attempt_on(
+        self,
+        conn: sa.Connection,
+        say: Callable[[str], object],
+        work: Callable[[sa.Connection], T],
+        given: sa.Connection,
+        begin: str | None,
+    ) -> T:
+        result: T
+        if begin is None:
+            try:
+                return work(given)
             except BaseException as error:
-                lost = self._is_lost(error)
-                self._roll_back(conn, lost=lost or not isinstance(error, (sa.exc.DBAPIError, TaskgateError)))
-                if committing and lost:
-                    raise _CommitUnknownError(result) from error
+                # Cut off in the middle of a query, say by a task's time limit, a connection can't be used again.
+                if self._is_lost(error) or not isinstance(error, (sa.exc.DBAPIError, TaskgateError)):
+                    self._throw_away(conn)
                 raise
-            return result
+        committing = False
+        try:
+            say(begin)
+            result = work(given)
+            self._hook("before_commit")
+            committing = True
+            say("COMMIT")
+            self._hook("after_commit")
+        except BaseException as error:
+            lost = self._is_lost(error)
+            self._roll_back(conn, lost=lost or not isinstance(error, (sa.exc.DBAPIError, TaskgateError)))
+            if committing and lost:
+                raise _CommitUnknownError(result) from error
+            raise
+        return result
+
+    def _repertory_of(self, conn: sa.Connection) -> Repertory:
+        if self._repertory is None:
+            self._repertory = Repertory(conn.dialect)
+        return self._repertory
+
+    def _as_raised(self, conn: sa.Connection, error: Exception) -> Exception:
+        """What SQLAlchemy would raise for a driver's error."""
+        driver: Any = conn.dialect.loaded_dbapi
+        if not isinstance(error, driver.Error):
+            return error
+        gone = conn.dialect.is_disconnect(error, conn.connection.dbapi_connection, None)
+        if gone:
+            # Others that were opened with it are likely to be dead as well.
+            conn.engine.dispose()
+        raised: Any = sa.exc.DBAPIError.instance(
+            "", None, error, driver.Error, hide_parameters=True, connection_invalidated=gone, dialect=conn.dialect
+        )
+        return cast("Exception", raised)
 
     def _is_lost(self, error: BaseException) -> bool:
         if isinstance(error, sa.exc.DBAPIError):

@@ -112,7 +112,7 @@ def check(database: Database, tables: Tables) -> None:
     Raises:
         SchemaError: the tables are newer than this code, or are missing or old and may not be changed.
     """
-    found = database.read(lambda conn: current_version(conn, tables))
+    found = database.read(lambda conn: current_version(conn, tables), quick=False)
     if found == SCHEMA_VERSION:
         return
     _refuse_newer(found, database)

@@ -35,6 +35,8 @@ class Dialect:
     backends: ClassVar[tuple[str, ...]]
     #: Drivers in order of preference: SQLAlchemy's name and the module to look for.
     drivers: ClassVar[tuple[tuple[str, str], ...]]
+    #: Those whose values need nothing done to them: numbers, texts and bytes come as such, and go as such.
+    plain_drivers: ClassVar[tuple[str, ...]] = ()
     #: What to install when none of the drivers is there.
     install: ClassVar[str]
     #: Statement that begins a transaction that is going to write. The pool's connections are in autocommit

@@ -42,6 +42,7 @@ class MySQL(Dialect):
 
     backends = ("mysql", "mariadb")
     drivers = (("pymysql", "pymysql"), ("mysqldb", "MySQLdb"), ("mariadbconnector", "mariadb"))
+    plain_drivers = ("pymysql", "mysqldb")
     install = "pip install 'celery-taskgate[mysql]'"
     begin = "START TRANSACTION"
     blob_type = LONGBLOB()

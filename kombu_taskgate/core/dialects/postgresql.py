@@ -39,6 +39,7 @@ class PostgreSQL(OnConflict, Dialect):
 
     backends = ("postgresql", "postgres")
     drivers = (("psycopg", "psycopg"), ("psycopg2", "psycopg2"))
+    plain_drivers = ("psycopg",)
     install = "pip install 'celery-taskgate[postgresql]'"
     notifies = True
     insert_of = insert

@@ -25,6 +25,7 @@ class SQLite(OnConflict, Dialect):
 
     backends = ("sqlite",)
     drivers = (("pysqlite", "sqlite3"),)
+    plain_drivers = ("pysqlite",)
     install = "this Python was built without its sqlite3 module; use a Python that has it"
     begin = "BEGIN IMMEDIATE"
     # Its library keeps the locks of a process in memory: a child that opens the file again would believe that it

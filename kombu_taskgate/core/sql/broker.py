@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
 import sqlalchemy as sa
-from sqlalchemy.engine.interfaces import DBAPICursor
 
 from .. import migrations, urls
 from ..broker import Notify
@@ -50,7 +49,6 @@ from .looks import Looks, channel_name
 from .results import SqlResults
 from .revocations import SqlRevocations
 from .schedules import SqlSchedules
-from .single import SinglePublish
 from .terms import SqlTerms
 from .topology import SqlTopology
 from .work import Work, repeat
@@ -125,7 +123,6 @@ class SqlBroker:
         self._tells = dialect.notifies and settings.listen and clock is None
         self._channel = channel
         self._notifier = Notifier()
-        self._single = SinglePublish(self.sql, self.database.engine.dialect, channel if self._tells else None)
         self._listener: Listener | None = None
         if self._tells:
             self._listener = Listener(self.database, self._channel, self._send, self.topology.forget_bindings)
@@ -163,7 +160,7 @@ class SqlBroker:
         def attempt(conn: sa.Connection) -> T:
             work = self._work(conn)
             result = part(work)
-            told = self._tell(work) if self._tells and work.woken else []
+            told = work.told or (self._tell(work) if self._tells and work.woken else [])
             works.append((work, told, time.monotonic()))
             return result
 
@@ -260,30 +257,18 @@ class SqlBroker:
         if self._notify is not None or not publish.simple(task):
             return self.enqueue_many([task])[0]
         publish.check(task, self._max_payload)
-        values = self._single.values(task)
-        told: list[str] = []
-        since = 0.0
-
-        def quickly(cursor: DBAPICursor) -> publish.Stored:
-            nonlocal told, since
-            told = self._notifier.due([task.queue]) if self._tells else []
-            stored = self._single.store(cursor, values, work_in(told) if told else None)
-            since = time.monotonic()
-            return stored
-
-        def usually(conn: sa.Connection) -> publish.Stored:
-            nonlocal told, since
-            work = self._work(conn)
-            stored = publish.enqueue(work, [task], returning=self._insert_returning)
-            told = self._tell(work) if self._tells else []
-            since = time.monotonic()
-            return stored
-
-        done = self.database.quick_transaction(quickly, usually, confirm=self._is_stored)
-        if self._tells:
-            self._told([task.queue], told, since)
+        done = self._run(lambda work: self._store_one(work, task), confirm=self._is_stored)
         self.wake()
         return done.ids[0]
+
+    def _store_one(self, work: Work, task: NewTask) -> publish.Stored:
+        """Store what concerns no other execution, and announce it in the same statement if it is to be announced."""
+        told = self._notifier.due([task.queue]) if self._tells else []
+        if not told:
+            return publish.enqueue(work, [task], returning=self._insert_returning)
+        id = publish.store_and_tell(work, task, self._channel, work_in(told))
+        work.told = told
+        return publish.Stored([id], work.mark)
 
     def _is_stored(self, conn: sa.Connection, done: publish.Stored) -> bool | None:
         """Did the commit of a publish take effect?"""

@@ -174,6 +174,14 @@ def _enqueue_one(work: Work, task: NewTask, known: dict[str, waits.Parent]) -> i
     return id
 
 
+def store_and_tell(work: Work, task: NewTask, channel: str, text: str) -> int:
+    """Store what is :func:`simple`, and announce it in the same statement; returns its id."""
+    told = {"p_channel": channel, "p_text": text}
+    id = insert(work, work.sql.store_ready_and_tell, expires_at=task.expires_at, **plain(task), **told)
+    work.woken.add(task.queue)
+    return id
+
+
 def insert(work: Work, statement: sa.Insert, **parameters: Any) -> int:
     """Store a row and return its id; on databases that can say what became of a transaction, note its mark."""
     done = work.run_timed(statement, **parameters)

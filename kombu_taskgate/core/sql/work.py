@@ -33,7 +33,7 @@ def repeat(conn: sa.Connection, result: object) -> bool:
 class Work:
     """One transaction: its connection, the statements, what to announce after commit, who has work."""
 
-    __slots__ = ("announce", "changes", "conn", "mark", "settings", "sql", "to_answer", "unserved", "woken")
+    __slots__ = ("announce", "changes", "conn", "mark", "settings", "sql", "to_answer", "told", "unserved", "woken")
 
     def __init__(self, conn: sa.Connection, sql: Statements, settings: BrokerSettings, *, announce: bool) -> None:
         self.announce = announce
@@ -45,6 +45,8 @@ class Work:
         self.mark: int | None = None
         #: Queues that have got work which somebody may wait for.
         self.woken: set[str] = set()
+        #: Queues whose new work has been announced in this transaction already.
+        self.told: list[str] = []
         #: A task has ended, and somebody may wait for a result that it has not left.
         self.unserved = False
         #: Whether something has ended that somebody should answer for.
