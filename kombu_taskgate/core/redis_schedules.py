@@ -358,7 +358,8 @@ class RedisSchedules:
     def sweep(self, keep: float, limit: int = 1000) -> int:
         """See the protocol."""
         total = 0
-        for key in sorted(self._link.run(_NOTED, [self._all])):
+        # A server that has lost its data does not know what was noted before.
+        for key in sorted({*self._link.run(_NOTED, [self._all]), *self._noted}):
             left = limit - total
             if left < 1:
                 break

@@ -221,6 +221,21 @@ def test_nothing_is_left_of_what_was_swept(
     assert left == {"term", "entries"}
 
 
+def test_old_ticks_go_although_the_server_has_lost_its_data(
+    both: tuple[RedisTerms, RedisSchedules], redis_url: str, prefix: str, clock: FakeClock
+) -> None:
+    """And with it the word of which schedules there are."""
+    terms, schedules = both
+    for due_at in (1, 2):
+        with redis.Redis.from_url(redis_url) as client:
+            client.delete(*client.scan_iter(f"{prefix}*"), "another")
+        schedules.add(KEY, new("one"))
+        assert schedules.tick(lead(terms), Tick("one", due_at), Progress(None, due_at))
+    clock.advance(10)
+    assert schedules.sweep(5) == 1
+    assert picture(schedules)[1] == []
+
+
 def test_keys_are_in_one_slot(redis_url: str) -> None:
     link = redis_link.RedisLink(redis_url, "taskgate:")
     kinds = ("term", "entries", "ticks", "due", "sent", "unsent", "due:{x}", "due:}")
