@@ -108,7 +108,7 @@ from kombu_taskgate.core.schedules import Entry
 from kombu_taskgate.core.settings import BrokerSettings
 from kombu_taskgate.core.sql import SqlBroker
 
-broker = SqlBroker(BrokerSettings(sys.argv[1], table_prefix=sys.argv[2]))
+broker = SqlBroker(BrokerSettings(sys.argv[1], table_prefix=sys.argv[2], answer_timeout=float(sys.argv[4])))
 broker.database.fault = lambda point: os.kill(os.getpid(), signal.SIGSTOP)
 entry = Entry("one", task="other", schedule="interval 1")
 {
@@ -121,9 +121,9 @@ entry = Entry("one", task="other", schedule="interval 1")
 
 
 @contextmanager
-def frozen(store: InDatabase, prefix: str, does: str) -> Iterator[None]:
+def frozen(store: InDatabase, prefix: str, does: str, answer_timeout: float = 30.0) -> Iterator[None]:
     """Somebody is frozen in the middle of it."""
-    process = subprocess.Popen([sys.executable, "-c", ANYBODY, store.url, prefix, does])
+    process = subprocess.Popen([sys.executable, "-c", ANYBODY, store.url, prefix, does, str(answer_timeout)])
     try:
         _, status = os.waitpid(process.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status), "it has ended instead of being stopped"
@@ -133,16 +133,21 @@ def frozen(store: InDatabase, prefix: str, does: str) -> Iterator[None]:
         process.wait()
 
 
-@pytest.mark.parametrize("does", ["replace", "change", "remove"])
-def test_a_frozen_editor_does_not_hold_up_ticks(frozen_store: InDatabase, does: str) -> None:
+@pytest.mark.parametrize(
+    ("does", "answer_timeout"), [("replace", 30.0), ("change", 30.0), ("remove", 30.0), ("publish", 3.0)]
+)
+def test_somebody_frozen_does_not_hold_up_ticks_for_good(
+    frozen_store: InDatabase, does: str, answer_timeout: float
+) -> None:
     # A few stretches long: somebody who is frozen for good would make it fail.
     broker = frozen_store.open(busy_timeout=20.0)
     assert isinstance(broker, SqlBroker)
     broker.schedules.add(KEY, Entry("one", task="t", schedule="interval 1"))
     term = broker.terms.try_acquire(KEY, "leader", 60.0)
     assert term is not None
-    with frozen(frozen_store, broker.tables.prefix, does):
-        assert broker.schedules.tick(term, Tick("one", 1, "id"), Progress(None, 1), [NewTask("q")]) is True
+    with frozen(frozen_store, broker.tables.prefix, does, answer_timeout):
+        task = NewTask("q", unique_key="one at a time")
+        assert broker.schedules.tick(term, Tick("one", 1, "id"), Progress(None, 1), [task]) is True
         assert [entry.enabled for entry in broker.schedules.entries(KEY)] == [True]
 
 

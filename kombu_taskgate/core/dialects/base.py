@@ -78,7 +78,11 @@ class Dialect:
         raise ConfigError(f"{missing} not installed for {backend}: {self.install}")
 
     def begin_with(self, settings: BrokerSettings) -> str:
-        """What begins a writing transaction whose waits for locks end after ``busy_timeout``."""
+        """What begins a writing transaction.
+
+        Its waits for locks end after ``busy_timeout``. Where the server can tell, it ends it when its client, which may be
+        frozen, says nothing for ``answer_timeout``: others may wait for what it has locked.
+        """
         return self.begin
 
     def engine_options(self, url: sa.URL, settings: BrokerSettings, answer_timeout: float) -> dict[str, Any]:

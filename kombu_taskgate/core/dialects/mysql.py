@@ -64,7 +64,11 @@ class MySQL(Dialect):
         cursor = connection.cursor()
         try:
             cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
-            cursor.execute(f"SET SESSION innodb_lock_wait_timeout = {max(1, math.floor(settings.lock_timeout))}")
+            cursor.execute(
+                f"SET SESSION innodb_lock_wait_timeout = {max(1, math.floor(settings.lock_timeout))}"
+                # A comment to MySQL, which has no limit for transactions alone.
+                f" /*M!100300 , SESSION idle_transaction_timeout = {max(1, math.ceil(settings.answer_timeout))} */"
+            )
             # Strict: a value that does not fit is an error, never cut.
             cursor.execute("SET SESSION sql_mode = CONCAT(@@sql_mode, ',STRICT_ALL_TABLES')")
         finally:

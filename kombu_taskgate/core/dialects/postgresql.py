@@ -53,7 +53,10 @@ class PostgreSQL(OnConflict, Dialect):
 
     def begin_with(self, settings: BrokerSettings) -> str:
         # In the same round trip; of the transaction, so that a transaction-pooling proxy does not mind.
-        return f"{self.begin}; SET LOCAL lock_timeout = {max(1, to_ms(settings.lock_timeout))}"
+        return (
+            f"{self.begin}; SET LOCAL lock_timeout = {max(1, to_ms(settings.lock_timeout))}; "
+            f"SET LOCAL idle_in_transaction_session_timeout = {max(1, to_ms(settings.answer_timeout))}"
+        )
 
     def engine_options(self, url: sa.URL, settings: BrokerSettings, answer_timeout: float) -> dict[str, Any]:
         arguments: dict[str, Any] = {
