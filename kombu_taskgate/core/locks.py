@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Protocol
 
 from .election import new_holder
+from .errors import ConfigError
 from .factory import open_broker
 from .redis_terms import RedisTerms
 from .settings import BrokerSettings
@@ -113,6 +114,8 @@ class SqlLock(TermLock):
 
     def __init__(self, where: str | BrokerSettings) -> None:
         settings = BrokerSettings(where.removeprefix("taskgate+")) if isinstance(where, str) else where
+        if not isinstance(settings, BrokerSettings):
+            raise ConfigError(f"a lock is in a database: name its URL, or give settings of a broker, not {where!r}")
         self._broker = open_broker(settings)
         super().__init__(self._broker.terms)
 

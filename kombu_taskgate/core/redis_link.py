@@ -49,6 +49,8 @@ class RedisLink:
             import redis
         except ImportError:
             raise ConfigError("the package redis is not installed: pip install 'celery-taskgate[redis]'") from None
+        if not isinstance(server, str) and not hasattr(server, "eval"):
+            raise ConfigError(f"the Redis server must be a URL or a client of the package redis, not {server!r}")
         if "{" in prefix or "}" in prefix:
             raise ConfigError(f"the prefix of keys in Redis must not contain braces: {prefix!r}")
         self._errors = redis.exceptions

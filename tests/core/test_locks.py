@@ -179,3 +179,8 @@ def test_what_does_not_fit_is_refused(clock: FakeClock) -> None:
             lock.lock(id, wrong)
     with pytest.raises(ConfigError, match="can't be read"):
         RedisLock("http://x")
+    wrong = None  # of a variable of the environment that is not set, say
+    with pytest.raises(ConfigError, match="not None"):
+        RedisLock(wrong)
+    with pytest.raises(ConfigError, match="not None"):
+        SqlLock(wrong)

@@ -80,7 +80,7 @@ class Dialect:
     def begin_with(self, settings: BrokerSettings) -> str:
         """What begins a writing transaction.
 
-        Its waits for locks end after ``busy_timeout``. Where the server can tell, it ends it when its client, which may be
+        Its waits for locks end after ``busy_timeout``. Where the server can, it ends it when the client, which may be
         frozen, says nothing for ``answer_timeout``: others may wait for what it has locked.
         """
         return self.begin
