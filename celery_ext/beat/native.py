@@ -14,6 +14,7 @@ from celery.beat import BeatLazyFunc
 from celery.schedules import crontab
 from celery.schedules import schedule as interval
 
+from kombu_taskgate.core.errors import StoreBusy
 from kombu_taskgate.core.schedules import Progress, Tick
 
 from .. import signals
@@ -38,6 +39,8 @@ MOST_REBASED = 200
 ON_TIME = 0.1
 #: Milliseconds by which an entry may be ahead of the clock before the clock counts as set back.
 AHEAD = 1000
+#: Milliseconds after which an entry is tried again whose rows were locked by others.
+PUT_OFF = 5000
 #: Most ticks sent before the caller has a look at whether it still leads.
 AT_ONCE = 100
 
@@ -112,7 +115,13 @@ class Native:
             if not self._heap or self._heap[0][0] > now:
                 break
             _, _, name = self._heap[0]
-            self._send_due(name, now)
+            try:
+                self._send_due(name, now)
+            except StoreBusy as error:
+                if not self._sender.together:
+                    raise
+                self._put_off(name, error)
+                break
         wait = self._next_look - time.monotonic()
         if self._heap:
             wait = min(wait, (self._heap[0][0] - now) / 1000)
@@ -222,6 +231,13 @@ class Native:
             heapq.heappop(self._heap)
         else:
             heapq.heapreplace(self._heap, (due, next(self._order), name))
+
+    def _put_off(self, name: str, error: StoreBusy) -> None:
+        """Somebody has locked what this entry needs, its unique key say, for long: the others do not wait for it."""
+        logger.warning("beat: %r has to wait, and is tried again in %d s: %s", name, PUT_OFF // 1000, error)
+        later = (self._now_ms() or self._heap[0][0]) + PUT_OFF
+        self._dues[name] = later
+        heapq.heapreplace(self._heap, (later, next(self._order), name))
 
     def _send_requested(self, planned: Planned, now: int) -> None:
         row = planned.row

@@ -26,7 +26,7 @@ from sqlalchemy.engine.default import DefaultDialect
 from sqlalchemy.pool import QueuePool
 
 from .dialects.base import Dialect, Verdict
-from .errors import ConfigError, StoreUnavailable, TaskgateError
+from .errors import ConfigError, StoreBusy, StoreUnavailable, TaskgateError
 from .forkgate import ForkGate, Forks
 from .patience import Patience, Waiting
 from .quick import QuickConnection, Repertory
@@ -423,7 +423,7 @@ class Database:
             return ConfigError(f"the database {self.shown} can't be used: {said}")
         if verdict is Verdict.GONE:
             return StoreUnavailable(f"the database {self.shown} is not available: {said}")
-        return StoreUnavailable(
+        return StoreBusy(
             f"the database {self.shown} stayed locked by others for {self.settings.busy_timeout:g} s: {said}"
         )
 

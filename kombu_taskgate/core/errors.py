@@ -87,6 +87,10 @@ class StoreUnavailable(TaskgateError):
     """The database can't be reached or refused to work just now; the same call may succeed later."""
 
 
+class StoreBusy(StoreUnavailable):
+    """What the call needs stayed locked by others; the database is well, and other calls may succeed."""
+
+
 class SchemaError(TaskgateError):
     """The tables in the database do not fit this version of taskgate."""
 

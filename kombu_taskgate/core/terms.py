@@ -61,9 +61,9 @@ class LeaseStore(Protocol):
     """Where terms are kept. Every method is atomic and may be called from any thread; may raise ``StoreUnavailable``.
 
     The guarantee: by the store's clock no two terms of a key overlap, and their numbers only grow; also after the row
-    was deleted, or when the clock was set back (after both, above what callers say that they have seen). The guarantee it does not give: a holder that is frozen does not
-    notice that its term is over. What it writes must be fenced with the number where that matters, in the transaction
-    that writes.
+    was deleted, or when the clock was set back (after both, above what callers say that they have seen). The guarantee
+    it does not give: a holder that is frozen does not notice that its term is over. What it writes must be fenced with
+    the number where that matters, in the transaction that writes.
     """
 
     def try_acquire(self, key: str, holder: str, ttl: float, *, above: int = 0) -> Term | None:

@@ -18,7 +18,7 @@ from celery_ext.beat.plan import code_entries
 from celery_ext.beat.publishing import Publisher
 from celery_ext.beat.sending import NotSent, Sender
 from celery_ext.result_settings import broker_settings
-from kombu_taskgate.core.errors import ConfigError, StoreUnavailable
+from kombu_taskgate.core.errors import ConfigError, StoreBusy, StoreUnavailable
 from kombu_taskgate.core.factory import open_broker
 from kombu_taskgate.core.schedules import Entry, TickState
 from kombu_taskgate.core.settings import BrokerSettings
@@ -400,6 +400,46 @@ def test_a_database_that_is_away(make: Make, monkeypatch: pytest.MonkeyPatch) ->
     assert scene.sent() == [*before, 23]
     scene.run(2)
     assert scene.sent() == [*before, 23, 24, 25]
+
+
+def test_an_entry_that_is_held_up(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By somebody's long transaction, which has its unique key, say: the others are sent; it is when it can be."""
+    entry = {"task": "t", "schedule": 1.0}
+    scene = make(beat_schedule={"a": entry, "held": entry, "z": entry})
+    send, tries = scene.native._sender.send, []
+
+    def held_up(due: Any, publish: Any) -> Any:
+        if due.name == "held":
+            tries.append(due.due_at)
+            raise StoreBusy("locked")
+        return send(due, publish)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scene.native._sender, "send", held_up)
+        scene.run(20, step=0.5)
+    # One that follows in the same pass is sent in the next one.
+    assert len(scene.sent("a")) == 20
+    assert len(scene.sent("z")) >= 18
+    assert scene.sent("held") == []
+    assert 3 <= len(tries) <= 5, "it is tried again, and not all the time"
+    assert "'held' has to wait" in caplog.text
+    scene.run(6)
+    assert scene.sent("held")[-1] == 26
+
+
+def test_an_entry_that_is_held_up_elsewhere(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has been published and could not be marked as sent is seen to by whoever begins anew."""
+    scene = make(apart=True, beat_schedule={"often": {"task": "t", "schedule": 1.0}})
+
+    def held_up(*_: Any, **__: Any) -> bool:
+        raise StoreBusy("locked")
+
+    monkeypatch.setattr(scene.native._sender, "send", held_up)
+    scene.clock.advance(1)
+    with pytest.raises(StoreBusy):
+        scene.tick()
 
 
 def test_a_broker_that_is_away(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kombu_taskgate.core.errors import StoreUnavailable
+from kombu_taskgate.core.errors import StoreBusy, StoreUnavailable
 from kombu_taskgate.core.model import NewTask
 from kombu_taskgate.core.schedules import Entry, Progress, Tick
 from kombu_taskgate.core.sql import SqlBroker
@@ -149,6 +149,17 @@ def test_somebody_frozen_does_not_hold_up_ticks_for_good(
         task = NewTask("q", unique_key="one at a time")
         assert broker.schedules.tick(term, Tick("one", 1, "id"), Progress(None, 1), [task]) is True
         assert [entry.enabled for entry in broker.schedules.entries(KEY)] == [True]
+
+
+def test_what_stays_locked_is_told_from_a_database_that_is_away(frozen_store: InDatabase) -> None:
+    """So that beat goes on with the other entries."""
+    broker = frozen_store.open(busy_timeout=1.5)
+    broker.schedules.add(KEY, Entry("one", task="t", schedule="interval 1"))
+    term = broker.terms.try_acquire(KEY, "leader", 60.0)
+    assert term is not None
+    task = NewTask("q", unique_key="one at a time")
+    with frozen(frozen_store, frozen_store.settings["table_prefix"], "publish"), pytest.raises(StoreBusy):
+        broker.schedules.tick(term, Tick("one", 1, "id"), Progress(None, 1), [task])
 
 
 def test_a_term_is_renewed_while_a_tick_waits(frozen_store: InDatabase) -> None:
