@@ -67,6 +67,8 @@ class _Call:
         self.ended = False
         #: It tried to acquire.
         self.acquired = False
+        #: Nobody waits for the answer any more.
+        self.given_up = False
         self._ask = ask
         self._done = done
 
@@ -383,6 +385,8 @@ class _Run:
             # More threads would help nobody. A late answer does no harm: it counts from when it was asked for.
             self._patient_from = now
             return
+        if self._call is not None:
+            self._call.given_up = True
         releasing, self._call = self._answered == self._released, None
         self._caller.stop()
         self._hanging.append(self._caller)
@@ -423,6 +427,9 @@ class _Run:
                 e.store.register(e.key, holder)
                 self._registered_at = now
             return term
+        if call.given_up:
+            # What it acquired nobody would give back: this one may have been stopped meanwhile.
+            return None
         call.started, call.acquired = e._clock(), True
         return e.store.try_acquire(e.key, holder, e.ttl, above=e._highest)
 

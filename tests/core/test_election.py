@@ -373,6 +373,21 @@ def test_call_that_hangs_is_left_behind(lab: Lab) -> None:
     assert lab.words() == ["gained", "lost", "gained"]
 
 
+def test_look_that_hangs_and_goes_on_after_the_end(lab: Lab) -> None:
+    """It acquires nothing, which nobody would give back, and for which others would have to wait."""
+    elector = lab.elector()
+    look = elector.store.before["current"] = threading.Event()
+    elector.start()
+    wait_until(lambda: elector.store.hanging, "the look hangs")
+    del elector.store.before["current"]
+    lab.pass_time(TTL + 1)
+    lab.pass_until(lambda: elector.is_leader, "a later look has an answer")
+    elector.stop()
+    look.set()
+    wait_until(lambda: not threads_of(), "all threads have ended")
+    assert lab.terms.current(KEY).left <= 0
+
+
 def test_no_more_than_a_few_calls_hang(lab: Lab) -> None:
     """However long the store gives no answer; and when it gives one again, all of them end."""
     elector = lab.leader()
