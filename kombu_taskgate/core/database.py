@@ -258,9 +258,10 @@ class Database:
                 self._engine(use).dispose()
 
     def _repeat(self, attempt: Callable[[], T], confirm: Confirm[T] | None) -> T:
-        deadline = time.monotonic() + self.settings.busy_timeout
+        began = time.monotonic()
+        deadline = began + self.settings.busy_timeout
         again = 0
-        reconnected = False
+        dead = 0
         while True:
             try:
                 return attempt()
@@ -289,12 +290,16 @@ class Database:
                     time.sleep(random.uniform(0, min(0.1, 0.002 * again)))
                 elif verdict is Verdict.BUSY and time.monotonic() < deadline:
                     time.sleep(random.uniform(0.001, 0.05))
-                elif verdict is Verdict.GONE and not reconnected and _was_connected(error):
-                    # A pooled connection that the server has closed: nothing was committed, so use a new one.
-                    reconnected = True
+                elif verdict is Verdict.GONE and _was_connected(error) and self._may_reconnect(dead, began):
+                    # A pooled connection that the server has closed: nothing was committed, so use another.
+                    dead += 1
                     self.on_lost()
                 else:
                     raise self._translate(error, verdict) from error
+
+    def _may_reconnect(self, dead: int, began: float) -> bool:
+        """Whether to try once more after so many dead connections: all of the pool may be, but none may take long."""
+        return not dead or (dead < self.settings.pool_size and time.monotonic() < began + self.settings.answer_timeout)
 
     def _took_effect(self, unknown: _CommitUnknownError, confirm: Confirm[T]) -> bool | None:
         """Ask the database, with a few reconnects, whether the commit that broke took effect."""
@@ -379,9 +384,6 @@ class Database:
         if not isinstance(error, driver.Error):
             return error
         gone = conn.dialect.is_disconnect(error, conn.connection.dbapi_connection, None)
-        if gone:
-            # Others that were opened with it are likely to be dead as well.
-            conn.engine.dispose()
         raised: Any = sa.exc.DBAPIError.instance(
             "", None, error, driver.Error, hide_parameters=True, connection_invalidated=gone, dialect=conn.dialect
         )

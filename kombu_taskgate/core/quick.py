@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 #: Statements that are remembered; those that were executed once are forgotten first.
 MOST = 1000
-#: Called with the text of each statement that is run this way: for tests and benchmarks, which can't use SQLAlchemy's
-#: events for it.
-observers: list[Callable[[str], object]] = []
+#: Called with the engine and the text of each statement that is run this way: for tests and benchmarks, which can't use
+#: SQLAlchemy's events for it.
+observers: list[Callable[[sa.Engine, str], object]] = []
 
 
 class Scalars(list[T], Generic[T]):
@@ -108,8 +108,6 @@ class Quick:
             bound.update(zip(names, _flat(bound.pop(name), len(names)), strict=True))
         for name, process in self.processors.items():
             bound[name] = process(bound[name])
-        for observer in observers:
-            observer(self.text)
         cursor.execute(self.text, bound if self.places is None else tuple([bound[name] for name in self.places]))
 
     def rows(self, cursor: DBAPICursor) -> Rows:
@@ -258,8 +256,7 @@ class QuickConnection:
         quick = self._repertory.find(statement, values) if isinstance(values, Mapping) else None
         if quick is None:
             return self._conn.execute(statement, parameters)
-        cursor = self._open()
-        self._asked()
+        cursor = self._ask(quick.text)
         try:
             quick.run(cursor, values)
             return quick.rows(cursor)
@@ -268,16 +265,17 @@ class QuickConnection:
 
     def say(self, text: str) -> None:
         """Run a statement that has no parameters and returns nothing: BEGIN and COMMIT."""
-        cursor = self._open()
-        self._asked()
-        for observer in observers:
-            observer(text)
+        cursor = self._ask(text)
         try:
             cursor.execute(text)
         except Exception as error:
             raise self._translate(error) from error
 
-    def _open(self) -> Any:
+    def _ask(self, text: str) -> Any:
+        """The cursor on which this text is going to be executed."""
+        self._asked()
+        for observer in observers:
+            observer(self._conn.engine, text)
         if self._cursor is None:
             self._cursor = self._conn.connection.cursor()
         return self._cursor

@@ -19,6 +19,7 @@ from kombu_taskgate.core.notifier import LONGEST, RESULTS, Notifier, ResultNotif
 from kombu_taskgate.core.sql import SqlBroker
 from kombu_taskgate.core.topology import Binding, Exchange, Queue
 from kombu_taskgate.core.watch import LOOK_ON
+from kombu_taskgate.testing.statements import noted
 from kombu_taskgate.testing.stores import InDatabase
 from kombu_taskgate.testing.threads import wait_until
 
@@ -278,16 +279,11 @@ def test_changed_bindings_are_told_so_recent_ones_are_right(hearer, teller):
 
 
 def test_recent_bindings_are_not_read_again(hearer, teller):
-    reads: list[str] = []
-
-    @sa.event.listens_for(hearer.broker.database.engine, "before_cursor_execute")
-    def note(conn, cursor, statement, parameters, context, executemany):
-        reads.append(statement)
-
-    hearer.broker.topology.recent_bindings("x")
-    assert len(reads) == 1
-    for _ in range(100):
+    with noted(hearer.broker.database.engine) as reads:
         hearer.broker.topology.recent_bindings("x")
+        assert len(reads) == 1
+        for _ in range(100):
+            hearer.broker.topology.recent_bindings("x")
     assert len(reads) == 1
 
 

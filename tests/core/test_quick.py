@@ -14,6 +14,7 @@ from sqlalchemy.dialects.sqlite.pysqlite import SQLiteDialect_pysqlite
 
 from kombu_taskgate.core import quick
 from kombu_taskgate.core.database import Use
+from kombu_taskgate.core.errors import StoreUnavailable
 from kombu_taskgate.core.model import NewTask
 from kombu_taskgate.core.parameters import among
 from kombu_taskgate.core.quick import Repertory, Rows
@@ -47,7 +48,7 @@ def broker(sql_store: InDatabase) -> Iterator[SqlBroker]:
 def texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Texts of the statements that are run the quick way."""
     texts: list[str] = []
-    monkeypatch.setattr(quick, "observers", [texts.append])
+    monkeypatch.setattr(quick, "observers", [lambda engine, text: texts.append(text)])
     return texts
 
 
@@ -148,37 +149,50 @@ def test_those_that_were_executed_once_are_forgotten_first() -> None:
     assert repertory.find(lasting, {}) is found
 
 
-@pytest.fixture
-def on_postgresql(postgresql_url: str) -> Iterator[InDatabase]:
-    store = InDatabase(postgresql_url)
-    yield store
-    store.close()
+@pytest.mark.postgresql
+def test_sessions_that_were_all_ended_are_replaced(postgresql_url: str, request: pytest.FixtureRequest) -> None:
+    """The next publish works, however many connections of the pool are dead."""
+    name = f"quick{uuid.uuid4().hex[:8]}"
+    store = InDatabase(f"{postgresql_url}{'&' if '?' in postgresql_url else '?'}application_name={name}")
+    request.addfinalizer(store.close)
+    broker = store.open(pool_size=6)
+    together = threading.Barrier(3)
+    broker.database.fault = lambda point: None if point == "after_commit" else (together.wait(20), None)[1]
+    threads = [threading.Thread(target=broker.enqueue, args=(NewTask("q"),)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    broker.database.fault = None
+    with psycopg.connect(postgresql_url, autocommit=True) as admin:
+        ended = admin.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = %s", [name]
+        )
+        assert ended.rowcount == 3
+    for _ in range(2):
+        broker.enqueue(NewTask("q"))
+    assert broker.queue_len("q") == 5
 
 
 @pytest.mark.postgresql
-def test_sessions_that_were_all_ended_are_replaced(on_postgresql: InDatabase, postgresql_url: str) -> None:
-    """The next publish of each thread works, however many connections of the pool were dead."""
-    broker = on_postgresql.open(pool_size=6)
-    ready, go = threading.Barrier(4), threading.Barrier(4)
+@pytest.mark.parametrize(("dead", "survives"), [(1, True), (4, True), (5, False)])
+def test_as_many_dead_connections_are_borne_as_a_pool_has(
+    postgresql_url: str, request: pytest.FixtureRequest, dead: int, survives: bool
+) -> None:
+    """Others take the fresh ones meanwhile; that there is always one dead more means something else."""
+    store = InDatabase(postgresql_url)
+    request.addfinalizer(store.close)
+    left = [dead]
 
-    def publish() -> None:
-        for _ in range(2):
-            broker.enqueue(NewTask("q"))
-            ready.wait()
-            go.wait()
-        broker.enqueue(NewTask("q"))
+    def attempt() -> str:
+        if left[0]:
+            left[0] -= 1
+            raise sa.exc.OperationalError("", None, psycopg.OperationalError("closed"), connection_invalidated=True)
+        return "done"
 
-    threads = [threading.Thread(target=publish) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for _ in range(2):
-        ready.wait()
-        with psycopg.connect(postgresql_url, autocommit=True) as admin:
-            admin.execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-                "WHERE pid <> pg_backend_pid() AND query ~ 'COMMIT' AND datname = current_database()"
-            )
-        go.wait()
-    for thread in threads:
-        thread.join()
-    assert broker.queue_len("q") == 9
+    database = store.open(pool_size=4).database
+    if survives:
+        assert database._repeat(attempt, None) == "done"
+    else:
+        with pytest.raises(StoreUnavailable):
+            database._repeat(attempt, None)

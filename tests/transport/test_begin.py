@@ -8,9 +8,9 @@ from typing import Any
 
 import kombu
 import pytest
-import sqlalchemy as sa
 
 from kombu_taskgate.core.model import Filter, State, Task
+from kombu_taskgate.testing.statements import noted
 from kombu_taskgate.testing.threads import wait_until
 from kombu_taskgate.transport import engine as engine_module
 from kombu_taskgate.transport.settle import Action, Batch, Settlement
@@ -56,23 +56,15 @@ def test_a_run_that_has_begun_takes_up_no_place(connect: Connect) -> None:
 def test_of_a_short_run_only_the_end_is_written(connect_sql: Connect) -> None:
     """It begins and ends between two turns: one DELETE, no UPDATE."""
     connection = connect_sql(ack_delay=0.2)
-    written: list[str] = []
-
-    def note(conn: Any, cursor: Any, statement: str, *_: Any) -> None:
-        written.append(statement)
 
     def run(message: Any) -> None:
         message.begin()
         message.done()
 
     publish(connection, "q", *range(20))
-    sa.event.listen(sa.Engine, "before_cursor_execute", note)
-    try:
-        with consuming(connection, "q", prefetch=4, then=run) as taken:
-            drain(connection, taken, 20)
-            wait_until(lambda: not rows(connection), "all are settled")
-    finally:
-        sa.event.remove(sa.Engine, "before_cursor_execute", note)
+    with noted() as written, consuming(connection, "q", prefetch=4, then=run) as taken:
+        drain(connection, taken, 20)
+        wait_until(lambda: not rows(connection), "all are settled")
     assert not any(" SET begun" in statement for statement in written)
 
 
@@ -94,21 +86,13 @@ def test_a_beginning_waits_as_long_as_an_acknowledgement(connect_sql: Connect) -
 def test_beginnings_are_written_together(connect_sql: Connect) -> None:
     """Of twenty that begin within a moment and go on, one UPDATE or few tell."""
     connection = connect_sql(ack_delay=0.2)
-    written: list[str] = []
-
-    def note(conn: Any, cursor: Any, statement: str, *_: Any) -> None:
-        written.append(statement)
-
     publish(connection, "q", *range(20))
     with consuming(connection, "q", prefetch=20) as taken:
         drain(connection, taken, 20)
-        sa.event.listen(sa.Engine, "before_cursor_execute", note)
-        try:
+        with noted() as written:
             for message in taken:
                 message.begin()
             wait_until(lambda: all(row.begun for row in rows(connection)), "all have begun")
-        finally:
-            sa.event.remove(sa.Engine, "before_cursor_execute", note)
         assert 1 <= sum(" SET begun" in statement for statement in written) <= 3
         for message in taken:
             message.done()

@@ -9,12 +9,14 @@ from types import SimpleNamespace
 import pytest
 import sqlalchemy as sa
 
+from kombu_taskgate.core import quick
 from kombu_taskgate.core.errors import StoreUnavailable
 from kombu_taskgate.core.memory import MemoryBroker, MemoryStore
 from kombu_taskgate.core.model import NewTask
 from kombu_taskgate.core.settings import BrokerSettings
 from kombu_taskgate.core.sql import SqlBroker
 from kombu_taskgate.core.watch import LOOK_ON
+from kombu_taskgate.testing.statements import noted
 from kombu_taskgate.testing.stores import InDatabase
 from kombu_taskgate.testing.threads import DEADLINE, wait_until
 from kombu_taskgate.transport import declared as declared_module
@@ -35,15 +37,17 @@ class Statements:
     """What one process sends to its database in the pump's and its helpers' threads."""
 
     def __init__(self, broker: SqlBroker) -> None:
-        self.seen: list[str] = []
         # The broker of a connection is a handle on the one that the process shares.
-        sa.event.listen(broker.database.engine, "before_cursor_execute", self._note)
-
-    def _note(self, conn, cursor, statement, parameters, context, executemany) -> None:
-        self.seen.append(statement)
+        self._noted = noted(broker.database.engine)
+        self.seen = self._noted.__enter__()
 
     def looks(self) -> int:
         return sum("AS place" in statement or "SKIP LOCKED" in statement for statement in self.seen)
+
+
+@pytest.fixture(autouse=True)
+def nobody_observes_longer_than_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quick, "observers", [])
 
 
 # -- PostgreSQL ------------------------------------------------------------------------------------

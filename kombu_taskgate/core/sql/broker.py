@@ -225,9 +225,15 @@ class SqlBroker:
 
     def watch(self, wake: Wake) -> Watch:
         """See the contract."""
-        if self._listener is not None:
-            return self._listener.watch(wake)
-        return Polling(self._pause)
+        if self._listener is None:
+            return Polling(self._pause)
+
+        def told(queues: Collection[str] | None) -> None:
+            # There is something, most likely: to look first would be one round trip more.
+            self._quiet = False
+            wake(queues)
+
+        return self._listener.watch(told)
 
     def due_in(self, queues: Sequence[str]) -> float:
         """See the contract."""

@@ -345,20 +345,19 @@ class SqlCases(Cases):
 
     def test_a_round_is_one_statement(self, sql_store: Store) -> None:
         """Idle or busy, while all live: a round of the reaper asks one thing, answers included."""
-        from sqlalchemy import event
+        from ..statements import noted
 
         broker = self._open(sql_store, lease_ttl=60)
         broker.reap_expired()  # the first is a round in full
-        seen: list[str] = []
-        event.listen(broker.database.engine, "before_cursor_execute", lambda *args: seen.append(args[2]))
-        broker.reap_expired()
+        with noted(broker.database.engine) as seen:
+            broker.reap_expired()
         assert len(seen) == 1, "idle"
         session = broker.open_session("w", 60)
         put_many(broker, 3)
         broker.dequeue([QUEUE], 2, session=session)
         take(broker)
-        seen.clear()
-        broker.reap_expired()
+        with noted(broker.database.engine) as seen:
+            broker.reap_expired()
         assert len(seen) == 1, "busy"
 
     def test_reaper_repairs_blocked_rows(self, sql_store: Store, clock: FakeClock) -> None:
