@@ -52,7 +52,11 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         TimeoutError: it did not come true in time; names ``what`` was waited for.
     """
     give_up = time.monotonic() + DEADLINE
-    while not condition():
-        if time.monotonic() > give_up:
+    while True:
+        # Looked at once more when the time is over: this process may have been paused since the last look.
+        late = time.monotonic() > give_up
+        if condition():
+            return
+        if late:
             raise TimeoutError(f"waited {DEADLINE:g} s in vain: {what}")
         time.sleep(0.005)

@@ -34,10 +34,12 @@ def wait_for(condition: Callable[[], T], timeout: float, what: str, every: float
     """Return the first true value of ``condition``; fail with ``what`` after ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while True:
+        # Looked at once more when the time is over: this process may have been paused since the last look.
+        late = time.monotonic() > deadline
         value = condition()
         if value:
             return value
-        if time.monotonic() > deadline:
+        if late:
             raise AssertionError(f"not within {timeout:g} s: {what}")
         time.sleep(every)
 
@@ -137,7 +139,7 @@ class Worker:
     def text(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
 
-    def wait_ready(self, timeout: float = 30.0) -> Worker:
+    def wait_ready(self, timeout: float = 60.0) -> Worker:
         def ready() -> bool:
             if self.process.poll() is not None:
                 raise AssertionError(f"worker {self.name} ended at start:\n{self.text()[-4000:]}")
@@ -161,7 +163,7 @@ class Worker:
     def thaw(self) -> None:
         self.signal_group(signal.SIGCONT)
 
-    def terminate(self, timeout: float = 30.0) -> int:
+    def terminate(self, timeout: float = 60.0) -> int:
         """Warm shutdown; returns the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -274,7 +276,7 @@ class Lab:
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
-            process.wait(10)
+            process.wait(30)
             if process.stdout is not None:
                 process.stdout.close()
         # An app leaves the connections of its pools open, until they are collected or the process ends.
@@ -318,7 +320,13 @@ class Proxy:
                 continue
             forgotten = threading.Event()
             with self._lock:
-                self._pairs.append((client, server, forgotten))
+                up = self._up
+                if up:
+                    self._pairs.append((client, server, forgotten))
+            if not up:  # since it was asked before
+                _reset(client)
+                _reset(server)
+                continue
             for source, sink in ((client, server), (server, client)):
                 threading.Thread(target=self._copy, args=(source, sink, forgotten), daemon=True).start()
 
@@ -350,7 +358,8 @@ class Proxy:
 
     def down(self) -> None:
         """Refuse new connections and reset those there are."""
-        self._up = False
+        with self._lock:
+            self._up = False
         self.cut()
 
     def up(self) -> None:
@@ -363,7 +372,7 @@ class Proxy:
     def close(self) -> None:
         self._closing = True
         self.down()
-        self._accepting.join(5)
+        self._accepting.join(30)
         self._listener.close()
 
 
