@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,11 +51,11 @@ def test_together_runs_at_the_same_time_and_keeps_the_order() -> None:
 
 
 @pytest.fixture
-def dead_port() -> int:
-    """A port of this machine where nobody listens."""
+def dead_port() -> Iterator[int]:
+    """A port of this machine where nobody listens, and nobody can begin to."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        yield int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize(

@@ -103,9 +103,10 @@ def test_server_that_is_not_there() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    terms = RedisTerms(f"redis://me:secret@127.0.0.1:{port}/3")
-    with pytest.raises(StoreUnavailable, match=f"127.0.0.1:{port}") as told:
-        terms.try_acquire(KEY, "a", 10.0)
+        # Taken, so that nobody else comes to listen there; and refused, for nobody does.
+        terms = RedisTerms(f"redis://me:secret@127.0.0.1:{port}/3")
+        with pytest.raises(StoreUnavailable, match=f"127.0.0.1:{port}") as told:
+            terms.try_acquire(KEY, "a", 10.0)
     assert "secret" not in f"{told.value} {terms!r} {terms._link!r}"
     assert f"redis://127.0.0.1:{port}/3" in repr(terms)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import random
 import shutil
 import signal
 import socket
@@ -16,11 +17,17 @@ from pathlib import Path
 import pymysql
 import sqlalchemy as sa
 
+#: Below those that systems hand out for outgoing connections, which would take one away before its server has started.
+PORTS = range(20_000, 32_000)
+
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of this machine that nobody has taken, and nobody is likely to take before the caller does."""
+    while True:
+        port = random.SystemRandom().choice(PORTS)  # not seeded: others choose at the same time
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _other_user(*names: str) -> str | None:
