@@ -34,12 +34,21 @@ def state_of(lab: Lab, id: str) -> str:
 
 def wait_revoked(lab: Lab, *ids: str) -> None:
     for id in ids:
-        wait_for(lambda id=id: state_of(lab, id) == states.REVOKED, 20, f"{id} REVOKED")  # type: ignore[misc]
+        wait_for(lambda id=id: state_of(lab, id) == states.REVOKED, 30, f"{id} REVOKED")  # type: ignore[misc]
 
 
 def wait_heard(lab: Lab, worker: Worker) -> None:
     """Until the worker has fetched all control commands."""
     wait_for(lambda: not lab.rows(queue=f"{worker.name}.celery.pidbox"), 60, "the worker has heard of it")
+
+
+def wait_flagged(worker: Worker, id: str) -> None:
+    """Until the worker knows that a task is revoked, which is after it has fetched the command."""
+
+    def flagged() -> bool:
+        return any("flagged as revoked" in line and id in line for line in worker.text().splitlines())
+
+    wait_for(flagged, 60, f"the worker has learned that {id} is revoked")
 
 
 def celery(lab: Lab, *arguments: str) -> subprocess.CompletedProcess[bytes]:
@@ -55,8 +64,8 @@ def settled(lab: Lab) -> bool:
 def run_one(lab: Lab) -> None:
     """Have a task run after all that waited before it."""
     id = lab.send("work", 0)
-    wait_for(lambda: lab.journal.ends(id), 20, "a task that is not revoked")
-    wait_for(lambda: settled(lab), 20, "nothing waits")
+    wait_for(lambda: lab.journal.ends(id), 30, "a task that is not revoked")
+    wait_for(lambda: settled(lab), 30, "nothing waits")
 
 
 def test_revoked_while_no_worker_is_up(make_lab: MakeLab, database_url: str, results: dict[str, Any]) -> None:
@@ -79,10 +88,10 @@ def test_revoked_while_no_worker_is_up(make_lab: MakeLab, database_url: str, res
 
 def test_holds_when_every_worker_is_restarted(make_lab: MakeLab, main_url: str, results: dict[str, Any]) -> None:
     """B34: a running task whose worker dies does not come back, nor does a task that is published after it all."""
-    lab = make_lab(main_url, results, lease_ttl=2.0)
+    lab = make_lab(main_url, results, lease_ttl=4.0)
     worker = lab.start_worker("-c1")
     running = lab.send("hold_until", str(lab.folder / "never"))
-    wait_for(lambda: lab.journal.starts(running), 20, "the task runs")
+    wait_for(lambda: lab.journal.starts(running), 30, "the task runs")
     later = str(uuid.uuid4())
     lab.app.control.revoke([running, later])
     assert lab.states()[State.RUNNING] >= 1
@@ -99,8 +108,8 @@ def test_revoked_before_its_time(make_lab: MakeLab, main_url: str, results: dict
     """B35: a task that is due soon leaves the queue at once and does not run when it would have been due."""
     lab = make_lab(main_url, results)
     lab.start_worker("-c1")
-    due = time.monotonic() + 3
-    id = lab.send("work", 0, countdown=3)
+    due = time.monotonic() + 6
+    id = lab.send("work", 0, countdown=6)
     assert lab.broker.queue_len("celery") == 1
     lab.app.control.revoke(id)
     assert (lab.broker.queue_len("celery"), state_of(lab, id)) == (0, states.REVOKED)
@@ -115,13 +124,14 @@ def test_running_task_ends_well_and_its_retry_does_not_run(
     lab.start_worker("-c2")
     gate = lab.folder / "gate"
     running = lab.send("hold_until", str(gate))
-    retrying = lab.send("flaky", 5, 2.0)
-    wait_for(lambda: lab.journal.starts(running) and lab.journal.starts(retrying), 20, "both run")
-    wait_for(lambda: lab.broker.queue_len("celery"), 20, "the retry waits")
+    retrying = lab.send("flaky", 5, 3600.0)
+    wait_for(lambda: lab.journal.starts(running) and lab.journal.starts(retrying), 30, "both run")
+    wait_for(lambda: lab.broker.queue_len("celery"), 30, "the retry waits")
+    wait_for(lambda: state_of(lab, retrying) == states.RETRY, 30, "the worker has said so, and says no more of it")
     lab.app.control.revoke([running, retrying])
     assert state_of(lab, retrying) == states.REVOKED
     gate.touch()
-    wait_for(lambda: state_of(lab, running) == states.SUCCESS, 20, "the running one counts")
+    wait_for(lambda: state_of(lab, running) == states.SUCCESS, 30, "the running one counts")
     run_one(lab)
     assert lab.journal.starts(retrying) == 1
 
@@ -132,16 +142,15 @@ def test_retry_after_the_revocation_does_not_run(make_lab: MakeLab, main_url: st
     worker = lab.start_worker("-c1")
     gate = lab.folder / "gate"
     id = lab.send("retry_after", str(gate))
-    wait_for(lambda: lab.journal.starts(id), 20, "it runs")
+    wait_for(lambda: lab.journal.starts(id), 30, "it runs")
     lab.app.control.revoke(id)
-    wait_for(
-        lambda: "flagged as revoked" in worker.text() or not lab.rows(queue=f"{worker.name}.celery.pidbox"), 20, ""
-    )
+    wait_flagged(worker, id)
     gate.touch()
     wait_revoked(lab, id)
     run_one(lab)
     assert lab.journal.starts(id) == 1
-    assert f"tests.workers.app.retry_after[{id}] is revoked and will not run" in worker.text()
+    said = f"tests.workers.app.retry_after[{id}] is revoked and will not run"
+    wait_for(lambda: said in worker.text(), 30, "it is said")
 
 
 def test_prefetched_task_is_dropped(make_lab: MakeLab, main_url: str, results: dict[str, Any]) -> None:
@@ -151,9 +160,9 @@ def test_prefetched_task_is_dropped(make_lab: MakeLab, main_url: str, results: d
     gate = lab.folder / "gate"
     running = lab.send("hold_until", str(gate))
     waiting = lab.send("work", 0)
-    wait_for(lambda: waiting in worker.text(), 20, "it is prefetched")
+    wait_for(lambda: waiting in worker.text(), 30, "it is prefetched")
     lab.app.control.revoke(waiting)
-    wait_heard(lab, worker)
+    wait_flagged(worker, waiting)
     gate.touch()
     wait_revoked(lab, waiting)
     run_one(lab)
@@ -170,12 +179,12 @@ def test_of_long_lists_workers_hear_what_they_can_have(
     gate = lab.folder / "gate"
     lab.send("hold_until", str(gate))
     prefetched = lab.send("work", 0)
-    wait_for(lambda: prefetched in worker.text(), 20, "it is prefetched")
+    wait_for(lambda: prefetched in worker.text(), 30, "it is prefetched")
     waiting = lab.send("work", 0, countdown=3600)
     later = str(uuid.uuid4())
     lab.app.control.revoke([prefetched, waiting, later, "unknown"])
-    wait_heard(lab, worker)
-    heard = lab.app.control.inspect([worker.name]).revoked()
+    wait_flagged(worker, prefetched)
+    heard = lab.app.control.inspect([worker.name], timeout=30).revoked()
     assert heard == {worker.name: [prefetched]}
     gate.touch()
     lab.send("work", 0, task_id=later)
@@ -209,10 +218,10 @@ def test_stamps_of_the_command_line(make_lab: MakeLab, tmp_path: Path, results: 
 
 def test_terminated_task_is_not_redelivered(make_lab: MakeLab, main_url: str, results: dict[str, Any]) -> None:
     """revoke(terminate=True): its pool process is killed, the caller sees REVOKED, and no loss is counted."""
-    lab = make_lab(main_url, results, lease_ttl=2.0)
+    lab = make_lab(main_url, results, lease_ttl=60.0)
     lab.start_worker("-c1")
     id = lab.send("work", 60)
-    wait_for(lambda: lab.journal.starts(id), 20, "it runs")
+    wait_for(lambda: lab.journal.starts(id), 30, "it runs")
     lab.app.control.revoke(id, terminate=True)
     wait_revoked(lab, id)
     run_one(lab)
@@ -234,7 +243,7 @@ def test_stamped_headers(make_lab: MakeLab, main_url: str, results: dict[str, An
     later = [stamped(customer="c3"), stamped(customer="c1")]
     kept.append(stamped(customer="c9"))
     lab.start_worker("-c1")
-    wait_for(lambda: lab.journal.ended() == set(kept), 20, "the others run")
+    wait_for(lambda: lab.journal.ended() == set(kept), 30, "the others run")
     wait_revoked(lab, *later)
     run_one(lab)
     assert [lab.journal.starts(id) for id in (*revoked, *later)] == [0] * 5
@@ -286,11 +295,11 @@ def test_result_of_rpc(make_lab: MakeLab, tmp_path: Path) -> None:
     revoked, done = (lab.app.send_task("tests.workers.app.work", [0]) for _ in range(2))
     lab.app.control.revoke(revoked.id)
     lab.start_worker("-c1")
-    wait_for(lambda: settled(lab), 20, "the other one has run")
+    wait_for(lambda: settled(lab), 30, "the other one has run")
     lab.app.control.revoke(done.id)
     with pytest.raises(TaskRevokedError):
-        revoked.get(timeout=20)
-    assert done.get(timeout=20) is None
+        revoked.get(timeout=30)
+    assert done.get(timeout=30) is None
     lab.app.backend.result_consumer.stop()
 
 
@@ -303,11 +312,11 @@ def test_chord_learns_of_a_revoked_part(make_lab: MakeLab, tmp_path: Path, redis
     parts = [work.clone(), work.clone().set(countdown=3600)]
     body = chord(parts, app=lab.app)(work.clone())
     lab.start_worker("-c1")
-    wait_for(lambda: lab.journal.ends() == 1, 20, "one part has run")
-    wait_for(lambda: state_of(lab, body.parent.results[0].id) == states.SUCCESS, 20, "and is counted")
+    wait_for(lambda: lab.journal.ends() == 1, 30, "one part has run")
+    wait_for(lambda: state_of(lab, body.parent.results[0].id) == states.SUCCESS, 30, "and is counted")
     lab.app.control.revoke(body.parent.results[1].id)
     assert state_of(lab, body.parent.results[1].id) == states.REVOKED
-    wait_for(lambda: state_of(lab, body.id) == states.FAILURE, 20, "the body fails")
+    wait_for(lambda: state_of(lab, body.id) == states.FAILURE, 30, "the body fails")
     body.parent.forget()
     body.forget()
     backend = lab.app.backend
@@ -321,7 +330,7 @@ def test_purge_counts_what_waits(make_lab: MakeLab, main_url: str) -> None:
     lab.start_worker("-c2")
     gate = lab.folder / "gate"
     running = {lab.send("hold_until", str(gate)) for _ in range(2)}
-    wait_for(lambda: lab.journal.starts() == 2, 20, "two run")
+    wait_for(lambda: lab.journal.starts() == 2, 30, "two run")
     for number in range(15):
         lab.send("work", 0, countdown=1.0 if number < 5 else None)
     if main_url.startswith("sqlite"):
@@ -329,8 +338,8 @@ def test_purge_counts_what_waits(make_lab: MakeLab, main_url: str) -> None:
     else:
         assert b"Purged 15 messages" in celery(lab, "purge", "-f").stdout
     gate.touch()
-    wait_for(lambda: lab.journal.ended() == running, 20, "the two end")
-    wait_for(lambda: settled(lab), 20, "and are settled")
+    wait_for(lambda: lab.journal.ended() == running, 30, "the two end")
+    wait_for(lambda: settled(lab), 30, "and are settled")
     holds_for(lambda: lab.journal.starts() == 2, 1.5, "something else ran", every=0.2)
 
 
@@ -347,7 +356,9 @@ def test_two_hundred_thousand_revocations(make_lab: MakeLab, main_url: str, monk
     """B37: they cost a worker little memory, hold up no start, and are gone after their time."""
     monkeypatch.setenv("CELERY_WORKER_REVOKE_EXPIRES", "1")
     lab = make_lab(main_url, lease_ttl=3.0)
+    began = time.monotonic()
     worker = lab.start_worker("-c1")
+    usual = time.monotonic() - began
     run_one(lab)
     before = rss(worker)
     # A server's share is smaller, to keep the test short: its statements are of the same length for any number.
@@ -360,6 +371,6 @@ def test_two_hundred_thousand_revocations(make_lab: MakeLab, main_url: str, monk
     worker.terminate()
     began = time.monotonic()
     lab.start_worker("-c1")
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 10 + 2 * usual
     run_one(lab)
     wait_for(lambda: lab.broker.revocations.count() == 0, 120, "they are swept")
