@@ -178,7 +178,7 @@ def test_another_broker_is_left_alone() -> None:
 def hold(lab: Lab, name: str = "hold_until", **options: Any) -> str:
     """A task with the key k that runs until a file appears."""
     id = lab.send(name, str(lab.folder / "gate"), unique_key="k", **options)
-    wait_for(lambda: lab.journal.starts(id) == 1, 20, "it runs")
+    wait_for(lambda: lab.journal.starts(id) == 1, 30, "it runs")
     return id
 
 
@@ -194,7 +194,7 @@ def free(lab: Lab) -> bool:
         id = lab.send("work", unique_key="k")
     except TaskExists:
         return False
-    return bool(wait_for(lambda: lab.journal.ends(id) == 1 and not lab.rows(task_id=id), 20, "the next has run"))
+    return bool(wait_for(lambda: lab.journal.ends(id) == 1 and not lab.rows(task_id=id), 30, "the next has run"))
 
 
 def test_fifty_publish_at_once(make_lab: MakeLab, database_url: str) -> None:
@@ -219,47 +219,47 @@ def test_free_after_every_end(make_lab: MakeLab, postgresql_url: str, conf: dict
     hold(lab)
     assert refused(lab).state is State.RUNNING
     (lab.folder / "gate").touch()
-    wait_for(lambda: free(lab), 10, "free after success")
+    wait_for(lambda: free(lab), 30, "free after success")
     for name, *args in (("fail",), ("ignore",), ("kill_self",), ("flaky", 2)):
         lab.send(name, *args, unique_key="k")
-        wait_for(lambda: free(lab), 20, f"free after {name}")
+        wait_for(lambda: free(lab), 30, f"free after {name}")
     waits = lab.send("work", unique_key="k", countdown=60)
     refused(lab)
     lab.app.control.revoke(waits)
-    wait_for(lambda: free(lab), 10, "free after a revoke")
+    wait_for(lambda: free(lab), 30, "free after a revoke")
     lab.send("work", unique_key="k", countdown=1, expires=0.5)
-    wait_for(lambda: free(lab), 10, "free after an expiry")
+    wait_for(lambda: free(lab), 30, "free after an expiry")
     lab.send("work", unique_key="k", countdown=60)
     lab.app.control.purge()
-    wait_for(lambda: free(lab), 10, "free after a purge")
+    wait_for(lambda: free(lab), 30, "free after a purge")
 
 
 @pytest.mark.crash
 def test_killed_worker_of_a_late_acknowledged_task(make_lab: MakeLab, database_url: str) -> None:
     """Locked all the time: until the lease is reaped, and while it runs again."""
-    lab = make_lab(database_url, lease_ttl=2.0)
+    lab = make_lab(database_url, lease_ttl=4.0)
     worker = lab.start_worker("-c1")
     id = hold(lab)
     worker.kill()
     assert refused(lab).task_id == id
     lab.start_worker("-c1")
-    wait_for(lambda: lab.journal.starts(id) == 2, 20, "it runs again")
+    wait_for(lambda: lab.journal.starts(id) == 2, 30, "it runs again")
     assert refused(lab).task_id == id
     (lab.folder / "gate").touch()
-    wait_for(lambda: free(lab), 10, "free at its end")
+    wait_for(lambda: free(lab), 30, "free at its end")
 
 
 @pytest.mark.crash
 def test_killed_worker_of_an_early_acknowledged_task(make_lab: MakeLab, database_url: str) -> None:
     """Locked until the lease is reaped, and free then: it does not run again."""
-    lab = make_lab(database_url, conf=EARLY, lease_ttl=2.0)
+    lab = make_lab(database_url, conf=EARLY, lease_ttl=4.0)
     worker = lab.start_worker("-c1")
     id = hold(lab)
-    wait_for(lambda: lab.rows()[0].begun, 10, "that is known")
+    wait_for(lambda: lab.rows()[0].begun, 30, "that is known")
     worker.kill()
     assert refused(lab).task_id == id
     lab.start_worker("-c1")
-    wait_for(lambda: free(lab), 20, "free when it is a dead letter")
+    wait_for(lambda: free(lab), 30, "free when it is a dead letter")
     assert [(row.task_id, row.reason) for row in lab.rows(states=[State.FAILED])] == [(id, "lost")]
     assert lab.journal.starts(id) == 1
 
@@ -270,14 +270,14 @@ def test_retry_takes_the_lock_over(make_lab: MakeLab, postgresql_url: str, conf:
     """Between two runs it is locked, by the execution that waits; no retry is refused."""
     lab = make_lab(postgresql_url, conf=conf, lease_ttl=LONG)
     lab.start_worker("-c1")
-    id = lab.send("flaky", 2, 1.0, unique_key="k")
+    id = lab.send("flaky", 2, 4.0, unique_key="k")
     for retry in (1, 2):
-        wait_for(lambda: lab.journal.starts(id) == retry, 15, f"run {retry}")  # noqa: B023  # it is called at once
-        wait_for(lambda: [row.state for row in lab.rows()] == [State.PENDING], 10, "it waits")
+        wait_for(lambda: lab.journal.starts(id) == retry, 30, f"run {retry}")  # noqa: B023  # it is called at once
+        wait_for(lambda: [row.state for row in lab.rows()] == [State.PENDING], 30, "it waits")
         error = refused(lab)
         assert (error.state, error.task_id) == (State.PENDING, id)
-    wait_for(lambda: lab.journal.ends(id) == 1, 15, "it ends")
-    wait_for(lambda: free(lab), 10, "free at its end")
+    wait_for(lambda: lab.journal.ends(id) == 1, 30, "it ends")
+    wait_for(lambda: free(lab), 30, "free at its end")
 
 
 @pytest.mark.crash
@@ -286,10 +286,10 @@ def test_replacement_takes_the_lock_over(make_lab: MakeLab, postgresql_url: str)
     lab = make_lab(postgresql_url, lease_ttl=LONG)
     lab.start_worker("-c1")
     id = lab.send("replace", str(lab.folder / "gate"), unique_key="k")
-    wait_for(lambda: lab.journal.starts(id) == 2, 15, "the replacement runs")
+    wait_for(lambda: lab.journal.starts(id) == 2, 30, "the replacement runs")
     holds_for(lambda: refused(lab).task_id == id, 0.3, "locked")
     (lab.folder / "gate").touch()
-    wait_for(lambda: free(lab), 10, "free at its end")
+    wait_for(lambda: free(lab), 30, "free at its end")
 
 
 @pytest.mark.crash
@@ -297,11 +297,11 @@ def test_throttled_keeps_the_lock(make_lab: MakeLab, postgresql_url: str) -> Non
     """It waits, and is the same execution."""
     lab = make_lab(postgresql_url, lease_ttl=LONG)
     lab.start_worker("-c1")
-    id = lab.send("throttle", 1, 1.0, unique_key="k")
-    wait_for(lambda: [row.state for row in lab.rows()] == [State.RETRYING], 15, "it waits")
+    id = lab.send("throttle", 1, 4.0, unique_key="k")
+    wait_for(lambda: [row.state for row in lab.rows()] == [State.RETRYING], 30, "it waits")
     assert refused(lab).task_id == id
-    wait_for(lambda: lab.journal.ends(id) == 1, 15, "it ends")
-    wait_for(lambda: free(lab), 10, "free at its end")
+    wait_for(lambda: lab.journal.ends(id) == 1, 30, "it ends")
+    wait_for(lambda: free(lab), 30, "free at its end")
 
 
 def test_retry_that_was_published_already(app: Celery) -> None:
