@@ -153,6 +153,11 @@ def test_the_error_survives_serializers(serializer: str) -> None:
 def test_keeper_does_its_works_when_they_are_due_or_woken(caplog: pytest.LogCaptureFixture) -> None:
     """Each has its own interval; one that raises is said once and stops no other; the end is the end."""
     keeper = Keeper()
+    before = set(threading.enumerate())
+
+    def keepers() -> int:
+        return sum(thread.name == "taskgate-keeper" for thread in set(threading.enumerate()) - before)
+
     calls: dict[str, int] = {"often": 0, "woken": 0, "raises": 0}
 
     def work(name: str, again: float | None) -> Callable[[Callable[[], bool]], float | None]:
@@ -169,12 +174,12 @@ def test_keeper_does_its_works_when_they_are_due_or_woken(caplog: pytest.LogCapt
     woken = keeper.add("woken", work("woken", None))
     keeper.start()
     keeper.start()
-    wait_for(lambda: calls["often"] >= 5 and calls["raises"] >= 5, 10, "both go on")
+    wait_for(lambda: calls["often"] >= 5 and calls["raises"] >= 5, 30, "both go on")
     assert calls["woken"] == 1
     woken.wake()
-    wait_for(lambda: calls["woken"] == 2, 10, "woken")
-    assert sum(thread.name == "taskgate-keeper" for thread in threading.enumerate()) == 1
+    wait_for(lambda: calls["woken"] == 2, 30, "woken")
+    assert keepers() == 1
     keeper.stop()
     keeper.stop()
-    assert not [thread for thread in threading.enumerate() if thread.name == "taskgate-keeper"]
+    assert keepers() == 0
     assert caplog.text.count("raises failed") == 1
