@@ -27,8 +27,8 @@ def test_a_worker_whose_listening_session_was_ended(make_lab: MakeLab, postgresq
 
     def start_one() -> None:
         id = lab.send("work", 0)
-        wait_for(lambda: lab.journal.ends(id), 10, "a task has run")
-        wait_for(lambda: not lab.rows(), 10, "it is settled")
+        wait_for(lambda: lab.journal.ends(id), 30, "a task has run")
+        wait_for(lambda: not lab.rows(), 30, "it is settled")
 
     with psycopg.connect(postgresql_url, autocommit=True) as killer:
 
@@ -38,10 +38,10 @@ def test_a_worker_whose_listening_session_was_ended(make_lab: MakeLab, postgresq
         start_one()
         for _ in range(2):
             holds_for(rested, 2 * LOOK_ON, "it has stopped looking")
-            before = wait_for(listening, 10, "it listens")
+            before = wait_for(listening, 30, "it listens")
             killer.execute(f"SELECT pg_terminate_backend(pid) {query}", [listens])
             start_one()
-            wait_for(lambda before=before: listening() - before, 10, "it listens again")
+            wait_for(lambda before=before: listening() - before, 30, "it listens again")
             holds_for(rested, 2 * LOOK_ON, "it has stopped looking")
             start_one()
     assert "Traceback" not in worker.text()

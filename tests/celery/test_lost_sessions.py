@@ -76,12 +76,12 @@ def check_afterwards(lab: Lab, load: Load, workers: list[Worker]) -> None:
     """The same processes do everything, once, and answer."""
     since = time.time()
     later = lab.send("work", 0)
-    wait_for(lambda: lab.journal.ends(later), 10, "what is published afterwards starts within 10 s")
+    wait_for(lambda: lab.journal.ends(later), 30, "what is published afterwards starts soon")
     wait_for(lambda: lab.journal.ended() >= set(load.ids), 30, "nothing is lost")
-    wait_for(lambda: not lab.rows(), 10, "all is settled, and nothing is a dead letter")
+    wait_for(lambda: not lab.rows(), 30, "all is settled, and nothing is a dead letter")
     assert set(lab.journal.starts_each().values()) == {1}, "something was started twice"
     names = {worker.name for worker in workers}
-    wait_for(lambda: {n for reply in lab.app.control.ping(timeout=1) for n in reply} == names, 10, "all can be asked")
+    wait_for(lambda: {n for reply in lab.app.control.ping(timeout=1) for n in reply} == names, 30, "all can be asked")
     assert all(worker.alive for worker in workers)
     assert all(line["time"] >= since for line in lab.journal.of("start", later))
     assert all(isinstance(failure, OperationalError) for failure in load.failures), load.failures
@@ -106,7 +106,7 @@ def test_sessions_that_are_ended_again_and_again(own_database: str, pool: str, m
             ended.append(end_sessions(own_database))
             with suppress(AssertionError):  # the next one comes within a second, also when nothing goes on until then
                 wait_for(lambda seen=seen: lab.journal.ends() > seen + 2, 1, "it goes on")
-        wait_for(lambda: lab.journal.ends() > seen, 10, "it goes on after the last one")
+        wait_for(lambda: lab.journal.ends() > seen, 30, "it goes on after the last one")
     assert ended[0] >= 2
     check_afterwards(lab, load, [worker])
     assert worker.text().count("Connected to") == 1, "the engine did it; Celery had no need to connect again"
@@ -144,14 +144,14 @@ def test_node_that_turns_read_only(make_lab: MakeLab, private_servers: Callable[
     worker = lab.start_worker("-c2")
     gate = lab.folder / "gate"
     held = [lab.send("hold_until", str(gate))]
-    wait_for(lambda: lab.journal.starts(held[0]), 10, "one is running")
+    wait_for(lambda: lab.journal.starts(held[0]), 30, "one is running")
     load = Load(lab)
     with load.running():
         read_only(server, on=True)
         wait_for(lambda: len(load.failures) >= 5, 30, "publishers are told")
         gate.touch()
-        wait_for(lambda: lab.journal.ends(held[0]), 5, "what runs ends")
-        wait_for(lambda: "can't be used just now" in worker.text(), 20, "the worker waits")
+        wait_for(lambda: lab.journal.ends(held[0]), 30, "what runs ends")
+        wait_for(lambda: "can't be used just now" in worker.text(), 30, "the worker waits")
         read_only(server, on=False)
         seen = lab.journal.ends()
         wait_for(lambda: lab.journal.ends() > seen + 5, 30, "it goes on")
@@ -173,6 +173,6 @@ def test_connections_that_are_cut_by_something_between(server_url: str, make_lab
         with load.running():
             for _ in range(10):
                 seen = lab.journal.ends()
-                assert proxy.cut() >= 1
-                wait_for(lambda seen=seen: lab.journal.ends() > seen + 2, 10, "it goes on")
+                wait_for(proxy.cut, 30, "it has connected again, and is cut again")
+                wait_for(lambda seen=seen: lab.journal.ends() > seen + 2, 30, "it goes on")
         check_afterwards(lab, load, [worker])

@@ -23,12 +23,13 @@ def test_workers_behind_it_do_all_their_work_by_polling(pgbouncer: PrivatePgBoun
     later = [lab.send("work", 0.0, countdown=1) for _ in range(10)]
     flaky = [lab.send("flaky", 2) for _ in range(5)]
     wait_for(lambda: lab.journal.ended() == {*now, *later, *flaky}, 60, "all have run")
-    wait_for(lambda: not lab.rows(), 10, "all are settled")
+    wait_for(lambda: not lab.rows(), 30, "all are settled")
     assert all(number == 1 for id, number in lab.journal.starts_each().items() if id not in flaky)
     for _ in range(5):
-        replies = lab.app.control.ping(timeout=2, limit=4)
+        replies = lab.app.control.ping(timeout=30, limit=4)
         assert {name for reply in replies for name in reply} == {worker.name for worker in workers}
     for worker in workers:
+        wait_for(lambda worker=worker: TELLS in worker.text(), 30, "it says why it polls")  # type: ignore[misc]
         assert worker.text().count(TELLS) == 1
         assert "Traceback" not in worker.text()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+import time
 import uuid
 from collections.abc import Callable
 
@@ -40,24 +41,24 @@ def test_each_pool_consumes_publishes_waits_and_answers(make_lab: MakeLab, datab
     later = lab.send("work", countdown=1)
     wait_for(lambda: later in lab.journal.ended(), 40, "what was delayed has run")
     wait_for(lambda: lab.journal.ends() == 15 * 3 + 1, 40, "all have run, and what they published")
-    wait_for(lambda: not lab.rows(), 20, "all is settled")
+    wait_for(lambda: not lab.rows(), 30, "all is settled")
     assert set(lab.journal.starts_each().values()) == {1}
     assert set(spawned) < lab.journal.ended()
-    assert lab.app.control.ping(destination=[worker.name], timeout=5) == [{worker.name: {"ok": "pong"}}]
+    assert lab.app.control.ping(destination=[worker.name], timeout=30) == [{worker.name: {"ok": "pong"}}]
     assert "Traceback" not in worker.text()
     assert worker.terminate() == 0
 
 
 def test_a_task_that_blocks_the_solo_pool_keeps_its_lease(make_lab: MakeLab, main_url: str) -> None:
     """B52: leases are renewed by a thread and over a connection of their own."""
-    lab = make_lab(main_url, lease_ttl=2)
+    lab = make_lab(main_url, lease_ttl=4)
     lab.start_worker("-Psolo")
-    id = lab.send("work", 7.0)
-    wait_for(lambda: lab.journal.starts(id) == 1, 20, "it runs")
+    id = lab.send("work", 11.0)
+    wait_for(lambda: lab.journal.starts(id) == 1, 30, "it runs")
     lab.start_worker("-Psolo")
-    wait_for(lambda: lab.journal.ends(id) == 1, 20, "it ends")
+    wait_for(lambda: lab.journal.ends(id) == 1, 30, "it ends")
     assert lab.journal.starts(id) == 1
-    wait_for(lambda: not lab.rows(), 10, "it is settled")
+    wait_for(lambda: not lab.rows(), 30, "it is settled")
 
 
 def test_children_are_replaced_after_their_number_of_tasks(make_lab: MakeLab, main_url: str) -> None:
@@ -65,7 +66,7 @@ def test_children_are_replaced_after_their_number_of_tasks(make_lab: MakeLab, ma
     worker = lab.start_worker("-c2", "--max-tasks-per-child=3")
     ids = [lab.send("work") for _ in range(30)]
     wait_for(lambda: lab.journal.ended() == set(ids), 60, "all have run")
-    wait_for(lambda: not lab.rows(), 10, "all are settled")
+    wait_for(lambda: not lab.rows(), 30, "all are settled")
     assert set(lab.journal.starts_each().values()) == {1}
     assert len({line["pid"] for line in lab.journal.of("end")}) >= 10
     assert "Traceback" not in worker.text()
@@ -89,16 +90,16 @@ def test_autoscale_grows_with_prefetch_one_and_leaves_nothing_leased(make_lab: M
     wait_for(lambda: lab.journal.ended() == set(ids), 60, "all have run")
     assert most_at_once(lab.journal) >= 4
     assert set(lab.journal.starts_each().values()) == {1}
-    wait_for(lambda: not lab.rows(), 10, "all are settled")
+    wait_for(lambda: not lab.rows(), 30, "all are settled")
 
     def children() -> int:
-        (stats,) = (lab.app.control.inspect([worker.name], timeout=5).stats() or {}).values()
-        return len(stats["pool"]["processes"])
+        answers = lab.app.control.inspect([worker.name], timeout=5).stats() or {}
+        return len(answers[worker.name]["pool"]["processes"]) if answers else 0
 
     wait_for(lambda: children() == 1, 40, "it has scaled down")
     again = [lab.send("work", 0.2) for _ in range(12)]
     wait_for(lambda: set(again) <= lab.journal.ended(), 40, "it works on")
-    wait_for(lambda: not lab.rows(), 10, "nothing is left leased")
+    wait_for(lambda: not lab.rows(), 30, "nothing is left leased")
 
 
 def publish_from_threads(lab: Lab, threads: int, each: int) -> set[str]:
@@ -121,15 +122,16 @@ def publish_from_threads(lab: Lab, threads: int, each: int) -> set[str]:
     return set(ids)
 
 
+@pytest.mark.timeout(300)  # it is a lot of work for a busy machine
 def test_fifty_threads_publish_while_twenty_consume(make_lab: MakeLab, database_url: str) -> None:
     """B57."""
     lab = make_lab(database_url)
     worker = lab.start_worker("-Pthreads", "-c20")
     ids = publish_from_threads(lab, threads=50, each=20)
     assert len(ids) == 1000
-    wait_for(lambda: lab.journal.ended() == ids, 100, "all have run")
+    wait_for(lambda: lab.journal.ended() == ids, 200, "all have run")
     assert set(lab.journal.starts_each().values()) == {1}
-    wait_for(lambda: not lab.rows(), 10, "all are settled")
+    wait_for(lambda: not lab.rows(), 30, "all are settled")
     assert "Traceback" not in worker.text()
 
 
@@ -159,12 +161,20 @@ def test_tasks_that_publish_do_not_multiply_sessions(make_lab: MakeLab, postgres
 
     def done() -> bool:
         nonlocal most
-        most = max(most, count())
+        now = count()
+        for _ in range(40):
+            if now <= 4 + 2:
+                break
+            # A session that was closed is listed until the server's process has ended, and another may have begun.
+            time.sleep(0.05)
+            now = min(now, count())
+        most = max(most, now)
         return lab.journal.ends() == 200 * 4
 
     wait_for(done, 80, "all have run, and what they published")
     assert 2 <= most <= 4 + 2
-    wait_for(lambda: not lab.rows(), 10, "all are settled")
+    wait_for(lambda: not lab.rows(), 30, "all are settled")
+    wait_for(lambda: count() <= 4 + 2, 30, "no more sessions afterwards")
     holds_for(lambda: count() <= 4 + 2, 1.0, "no more sessions afterwards")
     assert set(lab.journal.starts_each().values()) == {1}
     assert "Traceback" not in worker.text()

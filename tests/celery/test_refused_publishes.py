@@ -134,4 +134,4 @@ def test_no_free_connection(narrow: SqlBroker) -> None:
             narrow.enqueue(NewTask("q"))
         assert narrow.renew_session(session).held == {lease.id: lease.token}
     narrow.enqueue(NewTask("q"))
-    wait_for(lambda: narrow.queue_len("q") == 1, 5, "it works again")
+    wait_for(lambda: narrow.queue_len("q") == 1, 30, "it works again")

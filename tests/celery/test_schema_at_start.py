@@ -94,7 +94,7 @@ def test_long_names_and_emoji_round_trip(make_lab: MakeLab, database_url: str) -
     task_id = "😀" * 255
     lab.start_worker("-c1", "-Psolo", "-Q", queue)
     lab.send("echo", "naïve 🎉", key="日本語 🗾", queue=queue, task_id=task_id)
-    line = wait_for(lambda: lab.journal.of("start", task_id), 10, "it runs")[0]
+    line = wait_for(lambda: lab.journal.of("start", task_id), 30, "it runs")[0]
     assert len(queue) == 200
     assert (line["args"], line["kwargs"]) == (["naïve 🎉"], {})
     lab.broker.enqueue(NewTask("k", type="🧮" * 255, key="🔑" * 255, group_id="👥" * 255))
@@ -116,7 +116,7 @@ def test_two_prefixes_are_two_installations(make_lab: MakeLab, database_url: str
     one, two = make_lab(database_url), make_lab(database_url)
     one.start_worker("-c1", "-Psolo")
     here, there = one.send("work", 0), two.send("work", 0)
-    wait_for(lambda: one.journal.ends(here), 10, "its own runs")
+    wait_for(lambda: one.journal.ends(here), 30, "its own runs")
     assert [row.task_id for row in two.rows()] == [there]
     assert one.journal.starts(there) == 0
 
@@ -153,7 +153,7 @@ def test_newer_tables_stop_worker_and_publisher(make_lab: MakeLab, database_url:
     broker = SqlBroker(lab.settings())
     broker.database.transaction(lambda conn: conn.execute(sa.update(broker.tables.version).values(version=99)))
     worker = lab.start_worker("-c1", "-Psolo", ready=False)
-    assert worker.process.wait(30) != 0
+    assert worker.process.wait(60) != 0
     assert "version 99, newer than this taskgate" in worker.text()
     assert worker.text().count("Unrecoverable error") == 1, "said once, not in a loop"
     app = lab.make_app()
@@ -216,5 +216,5 @@ def test_old_server_stops_the_worker(make_lab: MakeLab, tmp_path: Path) -> None:
     )
     root = Path(__file__).resolve().parents[2]
     worker = lab.start_worker("-c1", "-Psolo", ready=False, PYTHONPATH=f"{tmp_path}:{root}")
-    assert worker.process.wait(30) != 0
+    assert worker.process.wait(60) != 0
     assert "too old: taskgate needs 99.0.0" in worker.text()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from tests.workers.fixtures import MakeLab
@@ -28,16 +26,14 @@ def test_nothing_is_reserved_beyond_the_pool(make_lab: MakeLab, main_url: str, p
     gate = lab.folder / "gate"
     ids = [lab.send("hold_until", str(gate)) for _ in range(6)]
     first = lab.start_worker("-c2", "-P", pool)
-    wait_for(lambda: lab.journal.starts() == 2, 10, "two run")
+    wait_for(lambda: lab.journal.starts() == 2, 30, "two run")
     holds_for(lambda: held_by(lab) == [2], 0.5, "and no more are reserved")
     lab.start_worker("-c2", "-P", pool)
-    ready = time.time()
-    wait_for(lambda: lab.journal.starts() == 4, 10, "two more run")
-    assert max(line["time"] for line in lab.journal.of("start")) - ready < 2
+    wait_for(lambda: lab.journal.starts() == 4, 30, "two more run, although none of the first has ended")
     holds_for(lambda: held_by(lab) == [2, 2], 0.5, "and no more are reserved")
     gate.touch()
-    wait_for(lambda: lab.journal.ended() == set(ids), 10, "all end")
-    wait_for(lambda: not lab.rows(), 5, "all acknowledged")
+    wait_for(lambda: lab.journal.ended() == set(ids), 30, "all end")
+    wait_for(lambda: not lab.rows(), 30, "all acknowledged")
     assert lab.journal.starts() == 6
     assert "taskgate claims no more than the pool can run" in first.text()
 
@@ -49,11 +45,11 @@ def test_tasks_acknowledged_early_fill_the_pool_too(make_lab: MakeLab, postgresq
     for _ in range(6):
         lab.send("hold_until", str(gate))
     lab.start_worker("-c2")
-    wait_for(lambda: lab.journal.starts() == 2, 10, "two run")
-    wait_for(lambda: sum(row.begun for row in lab.rows()) == 2, 5, "two are acknowledged")
+    wait_for(lambda: lab.journal.starts() == 2, 30, "two run")
+    wait_for(lambda: sum(row.begun for row in lab.rows()) == 2, 30, "two are acknowledged")
     holds_for(lambda: held_by(lab) == [2], 0.5, "and nothing is reserved")
     gate.touch()
-    wait_for(lambda: lab.journal.ends() == 6, 10, "all end")
+    wait_for(lambda: lab.journal.ends() == 6, 30, "all end")
 
 
 def test_autoscaled_pool(make_lab: MakeLab, postgresql_url: str) -> None:
@@ -63,10 +59,10 @@ def test_autoscaled_pool(make_lab: MakeLab, postgresql_url: str) -> None:
     for _ in range(6):
         lab.send("hold_until", str(gate))
     lab.start_worker("--autoscale=3,1")
-    wait_for(lambda: lab.journal.starts() == 3, 10, "three run")
+    wait_for(lambda: lab.journal.starts() == 3, 30, "three run")
     holds_for(lambda: held_by(lab) == [3], 0.5, "and no more are reserved")
     gate.touch()
-    wait_for(lambda: lab.journal.ends() == 6, 10, "all end")
+    wait_for(lambda: lab.journal.ends() == 6, 30, "all end")
 
 
 def test_without_the_setting_the_window_counts(make_lab: MakeLab, postgresql_url: str) -> None:
@@ -76,9 +72,9 @@ def test_without_the_setting_the_window_counts(make_lab: MakeLab, postgresql_url
     for _ in range(9):
         lab.send("hold_until", str(gate))
     lab.start_worker("-c2")
-    wait_for(lambda: held_by(lab) == [8], 10, "eight reserved")
+    wait_for(lambda: held_by(lab) == [8], 30, "eight reserved")
     gate.touch()
-    wait_for(lambda: lab.journal.ends() == 9, 10, "all end")
+    wait_for(lambda: lab.journal.ends() == 9, 30, "all end")
 
 
 @pytest.mark.parametrize("late", [True, False])
@@ -87,7 +83,12 @@ def test_early_acknowledgement_is_told_at_start(make_lab: MakeLab, postgresql_ur
     lab = make_lab(postgresql_url, conf={"task_acks_late": late})
     worker = lab.start_worker("-c1", "-l", "WARNING", ready=False)
     id = lab.send("work", 0)
-    wait_for(lambda: lab.journal.ends(id), 20, "it works")
-    lines = [line for line in worker.text().splitlines() if "task_acks_late is off" in line]
-    assert len(lines) == (0 if late else 1)
-    assert all("task_reject_on_worker_lost = True" in line for line in lines)
+    wait_for(lambda: lab.journal.ends(id), 30, "it works")
+
+    def lines() -> list[str]:
+        return [line for line in worker.text().splitlines() if "task_acks_late is off" in line]
+
+    if not late:
+        wait_for(lines, 30, "it is told")
+    assert len(lines()) == (0 if late else 1)
+    assert all("task_reject_on_worker_lost = True" in line for line in lines())

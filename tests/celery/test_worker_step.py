@@ -37,7 +37,7 @@ def test_embedded_worker_has_the_step(pool: str) -> None:
     app = app_on(f"taskgate+memory://{uuid.uuid4().hex}")
     with start_worker(app, pool=pool, perform_ping_check=False) as worker:
         assert steps_of(worker).count("WorkerStep") == 1
-        assert app.tasks["add"].delay(1, 2).get(timeout=10) == 3
+        assert app.tasks["add"].delay(1, 2).get(timeout=60) == 3
         assert issubclass(app.tasks["add"].Request, TaskgateRequest)
     app.close()
 
@@ -50,7 +50,7 @@ def test_other_brokers_of_the_process_are_left_alone() -> None:
         pass
     with start_worker(other, perform_ping_check=False) as worker:
         assert "WorkerStep" not in steps_of(worker)
-        assert other.tasks["add"].delay(1, 2).get(timeout=10) == 3
+        assert other.tasks["add"].delay(1, 2).get(timeout=60) == 3
         assert not issubclass(request_class_of(other), TaskgateRequest)
     for app in (taskgate, other):
         app.close()
