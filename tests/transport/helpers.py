@@ -83,6 +83,11 @@ def size(connection: kombu.Connection, queue: str) -> int:
         return int(channel._size(queue))
 
 
+def outstanding(connection: kombu.Connection) -> int:
+    """How many messages are with the consumers of a connection: claimed, handed to their channels, and not settled."""
+    return sum(window.outstanding for window in connection.connection.engine._windows)
+
+
 def get(connection: kombu.Connection, queue: str) -> Any:
     """Fetch and acknowledge one message; its body, or ``None``."""
     message = connection.default_channel.basic_get(queue)

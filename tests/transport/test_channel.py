@@ -12,7 +12,7 @@ from kombu.exceptions import ChannelError
 from kombu_taskgate.core.model import Filter, Reason, State
 from kombu_taskgate.testing.threads import DEADLINE, errors_of, together, wait_until
 from kombu_taskgate.transport.errors import NotFound, PreconditionFailed, RecoverableConnectionError, TagInUse
-from tests.transport.helpers import consuming, drain, get, nothing_comes, publish, size
+from tests.transport.helpers import consuming, drain, get, nothing_comes, outstanding, publish, size
 
 
 def drained(connection, queue, number, **options):
@@ -64,11 +64,11 @@ def test_consumers_of_this_process_are_counted(connect):
 
 
 def test_consumers_of_other_processes_are_counted_while_they_live(connect):
-    connection = connect(lease_ttl=2)
+    connection = connect(lease_ttl=5)
     broker = connection.connection.broker
     channel = connection.default_channel
     channel.queue_declare("q")
-    elsewhere = broker.open_session("elsewhere", 2.0)
+    elsewhere = broker.open_session("elsewhere", 5.0)
     broker.topology.set_consumers(elsewhere, {"q": 3})
     with consuming(connection, "q"):
         assert channel.queue_declare("q", passive=True).consumer_count == 4
@@ -265,7 +265,7 @@ def test_channels_take_turns_when_both_have_something(connect_memory):
     publish(connection, "tasks", *range(50))
     with consuming(connection, "tasks") as tasks, consuming(connection, "pidbox", no_ack=True) as control:
         publish(connection, "pidbox", "ping")
-        wait_until(lambda: size(connection, "tasks") + size(connection, "pidbox") == 0, "all are claimed")
+        wait_until(lambda: outstanding(connection) == 51, "all are here")
         wait_until(lambda: len(connection.connection.broker.list()) == 50, "the ping is acknowledged")
         drain(connection, control, 1)
     assert len(tasks) <= 1

@@ -155,7 +155,8 @@ def claimed(id: int, task_id: str = "one", exchange: str = "") -> tuple[Claim, E
     return Claim(id, 1), Envelope(b"", headers={"task": "t", "id": task_id}, exchange=exchange)
 
 
-def test_where_nothing_is_revoked_batches_cost_nothing():
+def test_where_nothing_is_revoked_batches_cost_nothing(monkeypatch):
+    monkeypatch.setattr(revocations, "BELIEVED", 3600.0)
     broker = Counting()
     revoked = RevokedClaims(broker)
     for number in range(100):
@@ -171,6 +172,7 @@ def test_one_question_for_a_batch():
 
 
 def test_a_revocation_is_noticed_after_a_while_or_at_once(monkeypatch):
+    monkeypatch.setattr(revocations, "BELIEVED", 3600.0)
     broker = Counting()
     revoked = RevokedClaims(broker)
     revoked.among([claimed(1)])

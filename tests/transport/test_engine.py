@@ -23,7 +23,7 @@ from kombu_taskgate.transport import connection as connection_module
 from kombu_taskgate.transport import declared as declared_module
 from kombu_taskgate.transport import engine as engine_module
 from kombu_taskgate.transport.errors import BrokerUnavailable, RecoverableConnectionError
-from tests.transport.helpers import Taken, consuming, drain, get, nothing_comes, publish, size
+from tests.transport.helpers import Taken, consuming, drain, get, nothing_comes, outstanding, publish, size
 
 
 class Flaky:
@@ -81,7 +81,7 @@ def test_a_fast_consumer_is_served_in_batches(connect_sql):
     publish(connection, "q", 0)
     payload = broker.list(Filter(queue="q"))[0].payload
     broker.enqueue_many([NewTask("q", payload) for _ in range(999)])
-    with noted() as sent, consuming(connection, "q", then=lambda message: message.ack(), prefetch=64) as taken:
+    with noted(broker.database.engine) as sent, consuming(connection, "q", then=lambda message: message.ack(), prefetch=64) as taken:
         drain(connection, taken, 1000)
         wait_until(lambda: not connection.connection.engine._live, "the acks are stored")
     statements = [text for text in sent if not text.startswith(("BEGIN", "START TRANSACTION", "COMMIT"))]
@@ -162,7 +162,7 @@ def test_queues_with_their_own_lease_time_are_claimed_under_their_own_session(co
     with consuming(connection, "short", "long", prefetch=10) as taken:
         drain(connection, taken, 2)
         ends = {task.queue: task.lease_until - task.created_at for task in broker.list()}
-        assert ends["long"] - ends["short"] > 50_000
+        assert ends["long"] - ends["short"] > 40_000  # one may have waited longer than the other
         for message in taken:
             message.ack()
         wait_until(lambda: broker.list() == [], "both are settled")
@@ -196,10 +196,6 @@ def publish_together(connection: Any, *queues: str) -> None:
         for queue in queues:
             batch.publish(channel.prepare_message(b"", content_type="text/plain"), routing_key=queue)
         batch.flush()
-
-
-def outstanding(connection: Any) -> int:
-    return sum(window.outstanding for window in connection.connection.engine._windows)
 
 
 def test_a_task_does_not_overtake_the_broadcast_before_it(connect):
@@ -262,6 +258,7 @@ def test_an_outage_is_waited_out(connect, caplog):
         drain(connection, taken, 2)
         taken[1].ack()
         wait_until(lambda: flaky.list() == [], "both acks are stored")
+        wait_until(lambda: bool(records(caplog, "can be used again")), "it is said")
     assert [record.levelname for record in records(caplog, "can't be used just now")] == ["WARNING"]
     assert len(records(caplog, "can be used again")) == 1
     assert connection.connection.engine.refused == 0
@@ -289,9 +286,10 @@ def test_an_outage_is_not_a_busy_loop(connect_memory, monkeypatch):
     with consuming(connection, "q"):
         flaky = connection.connection.broker
         flaky.down = StoreUnavailable("cut")
-        before = flaky.calls["ack_and_dequeue"]
+        before, began = flaky.calls["ack_and_dequeue"], time.monotonic()
         assert nothing_comes(connection, 1.0)
-        assert flaky.calls["ack_and_dequeue"] - before < 60
+        number = flaky.calls["ack_and_dequeue"] - before
+        assert number < 60 * (time.monotonic() - began)
         flaky.down = None
 
 
@@ -319,7 +317,7 @@ def test_a_settlement_whose_answer_was_lost_is_not_taken_for_a_lost_lease(connec
 
 @pytest.mark.usefixtures("flaky")
 def test_claims_whose_answer_was_lost_come_back(connect_memory):
-    connection = connect_memory(lease_ttl=2)
+    connection = connect_memory(lease_ttl=6)
     flaky = connection.connection.broker
     flaky.lost_answers["ack_and_dequeue"] = 1
     publish(connection, "q", 1)
@@ -503,7 +501,7 @@ def test_an_ack_that_comes_too_late_is_refused_with_one_warning(connect, caplog)
 
 
 def test_leases_that_are_lost_are_forgotten_and_told_once(connect, caplog):
-    connection = connect(lease_ttl=3)
+    connection = connect(lease_ttl=6)
     publish(connection, "q", 1, 2, 3, correlation_id="the-id")
     broker = connection.connection.broker
     with consuming(connection, "q", prefetch=3) as taken:
@@ -537,7 +535,7 @@ def test_a_lease_whose_ack_is_on_its_way_is_not_reported_lost(connect_memory, ca
 
 
 def test_canceled_executions_that_nobody_has_seen_are_finished(connect):
-    connection = connect(lease_ttl=3)
+    connection = connect(lease_ttl=6)
     publish(connection, "q", 1, 2)
     broker = connection.connection.broker
     with consuming(connection, "q", prefetch=2) as taken:
@@ -554,12 +552,13 @@ def test_canceled_executions_that_nobody_has_seen_are_finished(connect):
 
 
 def test_a_living_consumer_keeps_its_leases(connect):
-    connection, other = connect(lease_ttl=2, reap_interval=0.2), connect()
+    # More than a busy machine may pause between two renewals.
+    connection, other = connect(lease_ttl=4, reap_interval=0.2), connect()
     publish(connection, "q", 1, 2)
     with consuming(connection, "q", prefetch=2) as taken:
         drain(connection, taken, 1)
         wait_until(lambda: size(other, "q") == 0, "both are claimed")
-        deadline = time.monotonic() + 5.0  # more than two lease times
+        deadline = time.monotonic() + 9.0  # more than two lease times
         while time.monotonic() < deadline:
             assert other.default_channel.basic_get("q") is None
             time.sleep(0.1)
@@ -665,7 +664,7 @@ def test_an_event_loop_gets_its_turn_between_deliveries(connect_memory, hub, mon
     connection.register_with_event_loop(hub)
     rounds = []
     with consuming(connection, "q") as taken:
-        wait_until(lambda: size(connection, "q") == 0, "all are claimed")
+        wait_until(lambda: outstanding(connection) == 20, "all are here")
         while len(taken) < 20:
             hub.run_once()
             rounds.append(len(taken))
@@ -679,7 +678,7 @@ def test_a_slow_callback_gives_the_loop_its_turn(connect_memory, hub, monkeypatc
     publish(connection, "q", *range(3))
     connection.register_with_event_loop(hub)
     with consuming(connection, "q") as taken:
-        wait_until(lambda: size(connection, "q") == 0, "all are claimed")
+        wait_until(lambda: outstanding(connection) == 3, "all are here")
         seen = []
         while len(taken) < 3:
             hub.run_once()
@@ -697,7 +696,7 @@ def test_an_error_in_a_callback_leaves_the_rest_for_the_next_round(connect_memor
             raise KeyError("mine")
 
     with consuming(connection, "q", then=fail_once) as taken:
-        wait_until(lambda: size(connection, "q") == 0, "all are claimed")
+        wait_until(lambda: outstanding(connection) == 3, "all are here")
         with pytest.raises(KeyError):
             run_until(hub, lambda: len(taken) == 3, "never")
         run_until(hub, lambda: len(taken) == 3, "the others are delivered")
@@ -728,8 +727,8 @@ def test_queues_that_expire_live_as_long_as_they_are_consumed(connect):
     connection = connect(reap_interval=0.2)
     topology = connect().connection.broker.topology
     channel = connection.channel()
-    channel.queue_declare("kept", arguments={"x-expires": 3000})
-    channel.queue_declare("left", arguments={"x-expires": 3000})
+    channel.queue_declare("kept", arguments={"x-expires": 4000})
+    channel.queue_declare("left", arguments={"x-expires": 4000})
     publish(connection, "left", 1)
     with consuming(connection, "kept", channel=channel):
         wait_until(lambda: topology.queue("left") is None, "the unused queue is deleted")
@@ -742,8 +741,8 @@ def test_queues_that_expire_live_as_long_as_they_are_consumed(connect):
 
 
 def test_a_consumed_queue_that_was_deleted_is_declared_again_with_its_bindings(connect, caplog):
-    connection = connect(reap_interval=60, lease_ttl=1)
-    topology = connect(lease_ttl=1).connection.broker.topology
+    connection = connect(reap_interval=60, lease_ttl=3)
+    topology = connect(lease_ttl=3).connection.broker.topology
     channel = connection.channel()
     channel.exchange_declare("x", type="fanout")
     channel.queue_declare("mine", arguments={"x-expires": 3000})
@@ -753,6 +752,7 @@ def test_a_consumed_queue_that_was_deleted_is_declared_again_with_its_bindings(c
     with consuming(connection, "mine", channel=channel):
         topology.delete_queue("mine")
         wait_until(lambda: topology.bindings() != [], "it is bound again")
+        wait_until(lambda: bool(records(caplog, "'mine', which is consumed here, was deleted")), "it is said")
     assert topology.queue("mine") == Queue("mine", durable=False, expires=3.0)
     assert topology.bindings() == [Binding("x", "mine", "k")]
     assert len(records(caplog, "'mine', which is consumed here, was deleted")) == 1
@@ -806,10 +806,10 @@ def test_a_queue_that_is_declared_again_while_others_are_deleted_stays(monkeypat
 
 def test_a_queue_somebody_else_declared_is_kept_too(connect):
     connection, other = connect(reap_interval=0.2), connect()
-    other.connection.broker.topology.declare_queue(Queue("theirs", expires=3.0))
+    other.connection.broker.topology.declare_queue(Queue("theirs", expires=4.0))
     with consuming(connection, "theirs") as taken:
         assert isinstance(taken, Taken)
-        deadline = time.monotonic() + 4.0
+        deadline = time.monotonic() + 5.0
         while time.monotonic() < deadline:
             assert other.connection.broker.topology.queue("theirs") is not None
             time.sleep(0.05)
@@ -832,11 +832,14 @@ def test_undecodable_messages_are_not_delivered_to_those_who_do_not_acknowledge(
 # -- resting ---------------------------------------------------------------------------------------
 
 
-def threads_of_engines() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("taskgate-")]
+@pytest.fixture
+def threads_of_engines():
+    """The names of those that have begun in the test."""
+    before = set(threading.enumerate())
+    return lambda: [one.name for one in set(threading.enumerate()) - before if one.name.startswith("taskgate-")]
 
 
-def test_an_engine_that_nobody_uses_rests_and_works_again(connect, monkeypatch):
+def test_an_engine_that_nobody_uses_rests_and_works_again(connect, monkeypatch, threads_of_engines):
     monkeypatch.setattr("kombu_taskgate.transport.engine.REST_AFTER", 0.2)
     connection = connect()
     publish(connection, "q", 1)
@@ -863,7 +866,7 @@ def test_an_engine_that_nobody_uses_rests_and_works_again(connect, monkeypatch):
     assert connection.connection.broker.list() == []
 
 
-def test_a_resting_engine_ends_with_its_connection(connect_memory, monkeypatch):
+def test_a_resting_engine_ends_with_its_connection(connect_memory, monkeypatch, threads_of_engines):
     monkeypatch.setattr("kombu_taskgate.transport.engine.REST_AFTER", 0.1)
     for end in ("collect", "close"):
         connection = connect_memory()

@@ -135,7 +135,7 @@ def test_room_that_comes_without_an_ack_is_used(connection: kombu.Connection, ho
             channel.flow(True)
         else:
             channel.basic_qos(0, 2, False)
-        connection.drain_events(timeout=5)
+        connection.drain_events(timeout=20)  # sooner than anybody looks who expects to be told
         assert taken.bodies == [1, 2]
         for message in taken:
             message.ack()

@@ -78,12 +78,17 @@ def idle(connection, statements: Statements) -> None:
     engine = connection.connection.engine
     wait_until(lambda: engine._looking.watch.live, "it listens")
 
-    def calm() -> bool:
-        before = len(statements.seen)
-        time.sleep(2 * LOOK_ON)
-        return len(statements.seen) == before
+    wait_until(lambda: calm(statements, 2 * LOOK_ON), "it does not look any more")
 
-    wait_until(calm, "it does not look any more")
+
+def calm(statements: Statements, seconds: float) -> bool:
+    """Whether nothing is sent for a while; in steps, so that a pause of the whole process does not pass for calm."""
+    before = len(statements.seen)
+    for _ in range(20):
+        time.sleep(seconds / 20)
+        if len(statements.seen) != before:
+            return False
+    return True
 
 
 @pytest.mark.postgresql
@@ -291,13 +296,7 @@ def test_a_sqlite_consumer_reads_the_tables_only_after_somebody_wrote(tmp_path, 
 
 def idle_looks(statements: Statements, seconds: float = 1.0) -> None:
     """Wait until the tables have not been read for so long."""
-
-    def calm() -> bool:
-        before = len(statements.seen)
-        time.sleep(seconds)
-        return len(statements.seen) == before
-
-    wait_until(calm, "the tables are not read any more")
+    wait_until(lambda: calm(statements, seconds), "the tables are not read any more")
 
 
 # -- noting who consumes ---------------------------------------------------------------------------
