@@ -115,13 +115,15 @@ def test_a_thousand_messages_in_one_transaction_are_one_notification(teller, hea
     assert heard() == [work_in(["q"])]
 
 
-def test_a_queue_that_was_announced_a_moment_ago_is_not_announced_again(teller, heard):
-    until = time.monotonic() + 3 * notifier_module.ANNOUNCE_EVERY
-    number = 0
-    while time.monotonic() < until:
+def test_a_queue_that_was_announced_a_moment_ago_is_not_announced_again(teller, heard, monkeypatch):
+    now = [time.monotonic()]
+    monkeypatch.setattr(notifier_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for _ in range(20):
         teller.enqueue(NewTask("q"))
-        number += 1
-    assert 1 <= len(heard()) < number
+    assert heard() == [work_in(["q"])]
+    now[0] += notifier_module.ANNOUNCE_EVERY
+    teller.enqueue(NewTask("q"))
+    assert heard() == [work_in(["q"])]
 
 
 def test_a_commit_that_took_longer_than_silence_is_announced_after_it(teller, heard):
@@ -159,22 +161,24 @@ def test_switched_off_nobody_tells_and_nobody_listens(store, heard):
     quiet = store.open(listen=False)
     quiet.enqueue(NewTask("q"))
     assert heard() == []
+    before = set(threading.enumerate())
     watch = quiet.watch(lambda queues: None)
     assert not watch.live
     assert watch.longest_pause == quiet.settings.poll_max
-    assert not [thread for thread in threading.enumerate() if thread.name == "taskgate-listener"]
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "taskgate-listener"]
     watch.close()
 
 
 def test_the_thread_and_its_connection_end_with_the_last_watch(hearer, postgresql_url):
     second = hearer.broker.watch(lambda queues: None)
+    thread = hearer.broker._listener._thread
     hearer.watch.close()
     assert second.live
     assert sessions_that_listen(postgresql_url, hearer.broker._channel) == 1
     second.close()
     second.close()
     assert not second.live
-    assert not [thread for thread in threading.enumerate() if thread.name == "taskgate-listener"]
+    wait_until(lambda: not thread.is_alive(), "the thread has ended")
     wait_until(lambda: not sessions_that_listen(postgresql_url, hearer.broker._channel), "the connection is closed")
 
 
@@ -224,6 +228,7 @@ def test_while_it_cannot_listen_it_is_not_live(hearer, postgresql_url, monkeypat
 def test_a_connection_that_has_gone_deaf_is_found_out_when_somebody_doubts(hearer, monkeypatch):
     listener = hearer.broker._listener
     monkeypatch.setattr("kombu_taskgate.core.listener.ANSWER", 0.2)
+    monkeypatch.setattr("kombu_taskgate.core.listener.TRY_AGAIN", 0.1)
     real = listener._send
     monkeypatch.setattr(listener, "_send", lambda text: None)
     tested = listener._tested_at
@@ -279,12 +284,13 @@ def test_changed_bindings_are_told_so_recent_ones_are_right(hearer, teller):
 
 
 def test_recent_bindings_are_not_read_again(hearer, teller):
-    with noted(hearer.broker.database.engine) as reads:
+    with noted(hearer.broker.database.engine) as sent:
         hearer.broker.topology.recent_bindings("x")
-        assert len(reads) == 1
+        # Its listener may use the engine as well.
+        assert len([text for text in sent if "bindings" in text]) == 1
         for _ in range(100):
             hearer.broker.topology.recent_bindings("x")
-    assert len(reads) == 1
+    assert len([text for text in sent if "bindings" in text]) == 1
 
 
 # -- the texts -------------------------------------------------------------------------------------

@@ -317,7 +317,7 @@ def test_leases_of_the_dead_are_reaped(broker: Flaky, start: Callable[..., Pool]
     (claim,) = broker.dequeue([QUEUE], session=session)
     with broker._store.changed:
         broker._store.tasks[id].lease_until = 0
-    start(nothing, lease_ttl=0.3, heartbeat=0.1)
+    start(nothing, lease_ttl=6.0, heartbeat=2.0)
     until(broker, id, State.COMPLETED)
     assert broker.get(id).lease_lost == 1
     assert claim.id == id

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -14,13 +13,8 @@ from kombu_taskgate.core.memory import MemoryBroker, MemoryStore
 from kombu_taskgate.core.model import NewTask, State
 from kombu_taskgate.core.reaper import Reaper
 from kombu_taskgate.core.settings import BrokerSettings
-
-
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
+from kombu_taskgate.testing.threads import DEADLINE
+from kombu_taskgate.testing.threads import wait_until as wait_for
 
 
 class Scripted(MemoryBroker):
@@ -121,7 +115,7 @@ def test_stop_does_not_wait_for_an_answer_that_never_comes(monkeypatch: pytest.M
 
     def hang() -> int:
         asked.set()
-        answers.wait(30)
+        answers.wait(DEADLINE)
         return 0
 
     monkeypatch.setattr(broker, "reap_expired", hang)
@@ -129,11 +123,11 @@ def test_stop_does_not_wait_for_an_answer_that_never_comes(monkeypatch: pytest.M
     reaper.start()
     thread = reaper._rounds.thread
     assert thread is not None
-    assert asked.wait(10)
+    assert asked.wait(DEADLINE)
     reaper.stop()
     assert thread.is_alive()
     answers.set()
-    thread.join(10)
+    thread.join(DEADLINE)
     assert not thread.is_alive()
     assert swept == [], "a round that comes back after the stop does nothing more"
 

@@ -168,7 +168,7 @@ def test_lost_lock(key: Key, job: Job, start: Callable[..., SinglePod]) -> None:
 
 
 def test_lock_that_can_not_be_renewed_in_time(key: Key, job: Job, start: Callable[..., SinglePod]) -> None:
-    pod = start(ttl=0.5, renew_every=0.05)
+    pod = start(ttl=4.0, renew_every=0.05)
     wait_until(lambda: job.notes == ["begin"], "it runs")
     key.down = True
     wait_until(lambda: "cleanup" in job.notes, "it has ended")
@@ -179,7 +179,7 @@ def test_lock_that_can_not_be_renewed_in_time(key: Key, job: Job, start: Callabl
 def test_renewal_that_hangs(key: Key, job: Job, start: Callable[..., SinglePod]) -> None:
     """The lock is given up in time, without an answer."""
     key.hang = threading.Event()
-    pod = start(ttl=0.5, renew_every=0.05)
+    pod = start(ttl=4.0, renew_every=0.05)
     wait_until(lambda: "cleanup" in job.notes, "it has ended")
     assert [type(error) for error in job.errors] == [NotLeader]
     assert pod.stop()
