@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kombu_taskgate.testing import threads
 from kombu_taskgate.testing.clock import START_MS, FakeClock
 from kombu_taskgate.testing.faults import FailAt
 from kombu_taskgate.testing.threads import errors_of, together
 from tests import services
+from tests.workers import harness
 from tests.workers.fixtures import database_url  # noqa: F401  # a fixture
 
 
@@ -123,3 +128,58 @@ def test_what_names_a_server_is_marked(request: pytest.FixtureRequest, postgresq
     """So does a test that asks for one server by its name."""
     assert postgresql_url
     assert request.node.get_closest_marker("postgresql") is not None
+
+
+# -- waiting -----------------------------------------------------------------------------------------
+
+
+def paused_at_first() -> Callable[[], bool]:
+    """A condition that comes true while whoever waits for it is paused for longer than it would wait."""
+    looks: list[None] = []
+
+    def condition() -> bool:
+        looks.append(None)
+        if len(looks) > 1:
+            return True
+        time.sleep(0.2)
+        return False
+
+    return condition
+
+
+def test_what_came_true_during_a_pause_was_not_waited_for_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness.wait_for(paused_at_first(), 0.1, "it comes true")
+    monkeypatch.setattr(threads, "DEADLINE", 0.1)
+    threads.wait_until(paused_at_first(), "it comes true")
+    with pytest.raises(AssertionError, match="never"):
+        harness.wait_for(lambda: False, 0.1, "never")
+    with pytest.raises(TimeoutError, match="never"):
+        threads.wait_until(lambda: False, "never")
+
+
+def test_a_proxy_that_is_down_lets_nobody_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor whoever it was just connecting when it went down."""
+    connect = socket.create_connection
+    with a_server() as (server, address):
+        proxy = harness.Proxy(*address)
+
+        def goes_down_meanwhile(*arguments: Any) -> socket.socket:
+            proxy.down()
+            return connect(*arguments)
+
+        monkeypatch.setattr(socket, "create_connection", goes_down_meanwhile)
+        with socket.socket() as client:
+            client.settimeout(60)
+            client.connect(("127.0.0.1", proxy.port))
+            server.accept()[0].close()
+            with suppress(ConnectionError):
+                assert client.recv(1) == b""
+        assert proxy._pairs == []
+        proxy.close()
+
+
+@contextmanager
+def a_server() -> Iterator[tuple[socket.socket, tuple[str, int]]]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        yield server, server.getsockname()
