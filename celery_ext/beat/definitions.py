@@ -155,6 +155,13 @@ def checked_kwargs(name: str, kwargs: Any) -> dict[str, Any]:
     return dict(kwargs)
 
 
+def checked_headers(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError when the headers among options of ``apply_async`` are none: beat adds its own to them."""
+    headers = options.get("headers")
+    if headers is not None:
+        checked_kwargs("headers", headers)
+
+
 def checked_options(options: Any, expires: Any, *, no_overlap: bool) -> dict[str, Any]:
     """Options of ``apply_async``.
 
@@ -175,6 +182,11 @@ def checked_options(options: Any, expires: Any, *, no_overlap: bool) -> dict[str
         found["expires"] = seconds("expires", expires, least=0.001)
     elif "expires" in found and not isinstance(found["expires"], datetime):
         found["expires"] = seconds("the option expires", found["expires"], least=0.001)
-    if no_overlap and "unique_key" in found:
-        raise ConfigError("no_overlap and the option unique_key can't be given both: no_overlap has a key of its own")
+    checked_keys(found, no_overlap=no_overlap)
     return found
+
+
+def checked_keys(options: Mapping[str, Any], *, no_overlap: bool) -> None:
+    """Raise ConfigError when an entry is to have two unique keys."""
+    if no_overlap and "unique_key" in options:
+        raise ConfigError("no_overlap and the option unique_key can't be given both: no_overlap has a key of its own")

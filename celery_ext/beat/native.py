@@ -92,6 +92,8 @@ class Native:
         self._synced = False
         #: Name -> why it is not sent: said once.
         self._told: dict[str, str] = {}
+        #: Names whose schedules raised when they were asked last: they are asked again with the next look.
+        self._unsure: set[str] = set()
 
     @property
     def schedule(self) -> dict[str, Planned]:
@@ -156,9 +158,11 @@ class Native:
         dues: dict[str, int | None] = {}
         for name, planned in plans.items():
             known = self._known.get(name)
-            if known is not None and name in self._dues and known.row == planned.row:
+            sure = name in self._dues and name not in self._unsure
+            if known is not None and sure and known.row == planned.row:
                 dues[name] = self._dues[name]
             else:
+                self._unsure.discard(name)
                 due = self._prepare(planned, now)
                 if not self._look_again:
                     dues[name] = due
@@ -194,8 +198,13 @@ class Native:
         try:
             return next_due(planned.schedule, base, planned.zone)
         except Exception as error:  # noqa: BLE001  # a user's own schedule may raise anything; the others go on
-            self._refuse(planned, f"its next due time can't be told: {type(error).__name__}: {error}")
+            self._not_told(planned, error)
             return None
+
+    def _not_told(self, planned: Planned, error: Exception) -> None:
+        """Leave an entry alone until the next look: its schedule may know then."""
+        self._unsure.add(planned.row.name)
+        self._refuse(planned, f"its next due time can't be told: {type(error).__name__}: {error}")
 
     def _refuse(self, planned: Planned, why: str) -> None:
         if self._told.get(planned.row.name) != why:
@@ -225,7 +234,9 @@ class Native:
         else:
             self._send_regular(planned, now)
         # Only now: when sending raises, the entry is still at the top.
-        due = now if planned.row.requested_at is not None else self._next(planned) if row.enabled else None
+        due = None
+        if name not in self._unsure:
+            due = now if row.requested_at is not None else self._next(planned) if row.enabled else None
         self._dues[name] = due
         if due is None:
             heapq.heappop(self._heap)
@@ -249,7 +260,11 @@ class Native:
     def _send_regular(self, planned: Planned, now: int) -> None:
         row = planned.row
         assert row.base_at is not None
-        due_at = latest_due(planned.schedule, row.base_at, now, planned.zone)
+        try:
+            due_at = latest_due(planned.schedule, row.base_at, now, planned.zone)
+        except Exception as error:  # noqa: BLE001  # as in _next
+            self._not_told(planned, error)
+            return
         if due_at is None:
             # A schedule that can't be asked about the past the way it answers about the future.
             due_at = now
@@ -295,14 +310,14 @@ class Native:
 
     def _publish(self, planned: Planned, due_at: int) -> Callable[[str], object]:
         row = planned.row
-        options = dict(planned.options)
-        headers = {"celery_beat_task": True, "periodic_task_name": row.name, "taskgate_due_at": due_at}
-        options["headers"] = {**headers, **(options.get("headers") or {})}
-        if row.no_overlap:
-            options["unique_key"] = f"beat:{self._stores.key}:{row.name}"[:255]
         args, kwargs = _evaluated(planned)
 
         def publish(task_id: str) -> object:
+            options = dict(planned.options)
+            headers = {"celery_beat_task": True, "periodic_task_name": row.name, "taskgate_due_at": due_at}
+            options["headers"] = {**headers, **(options.get("headers") or {})}
+            if row.no_overlap:
+                options["unique_key"] = f"beat:{self._stores.key}:{row.name}"
             return self._publisher.publish(row.task, args(), kwargs(), {"task_id": task_id, **options})
 
         return publish

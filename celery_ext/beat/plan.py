@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import tzinfo
+from datetime import timedelta, tzinfo
 from typing import Any
 
 from celery.beat import ScheduleEntry, Scheduler
@@ -16,7 +16,7 @@ from kombu_taskgate.core.errors import ConfigError
 from kombu_taskgate.core.schedules import Entry, Source
 from kombu_taskgate.core.settings import check_name
 
-from . import texts
+from . import definitions, texts
 
 logger = logging.getLogger("celery_ext.beat")
 
@@ -51,7 +51,10 @@ def code_entries(app: Any) -> dict[str, Planned]:
     """
     own: dict[str, dict[str, Any]] = {}
     celerys: dict[str, Any] = {}
-    for name, given in dict(app.conf.beat_schedule or {}).items():
+    schedule = app.conf.beat_schedule or {}
+    if not isinstance(schedule, Mapping):
+        raise ConfigError(f"beat_schedule must be a dictionary of entries by name, not {schedule!r}")
+    for name, given in schedule.items():
         check_name(name, "beat_schedule entry")
         if not isinstance(given, (Mapping, ScheduleEntry)):
             raise ConfigError(f"the entry {name!r} of beat_schedule must be a dictionary, not {given!r}")
@@ -64,11 +67,8 @@ def code_entries(app: Any) -> dict[str, Planned]:
         values.pop("app", None)
         values.pop("name", None)
         try:
-            entry = ScheduleEntry(name=name, app=app, **values)
-            if entry.schedule is None or not isinstance(entry.task, str):
-                raise ConfigError("it needs a task and a schedule")  # noqa: TRY301  # told with its name below
-            found[name] = _of_code(app, entry, own[name])
-        except (TypeError, ValueError, ConfigError) as error:
+            found[name] = _of_code(app, _entry(app, name, values), own[name])
+        except Exception as error:  # a schedule may be of any class, and raise whatever that does
             raise ConfigError(f"the entry {name!r} of beat_schedule can't be used: {error}") from error
     probe.schedule = dict.fromkeys(found)
     probe.install_default_entries(probe.schedule)
@@ -78,21 +78,43 @@ def code_entries(app: Any) -> dict[str, Planned]:
     return found
 
 
+def _entry(app: Any, name: str, values: Mapping[str, Any]) -> ScheduleEntry:
+    """Celery's entry of what ``beat_schedule`` says."""
+    times = values.get("schedule")
+    if times is None or not isinstance(values.get("task"), str):
+        raise ConfigError("it needs a task and a schedule")
+    if not isinstance(times, (int, float, timedelta)) and not hasattr(times, "is_due"):
+        raise ConfigError(
+            f"its schedule must be a number of seconds, a timedelta, or one of Celery's schedules, not {times!r}"
+        )
+    return ScheduleEntry(name=name, app=app, **values)
+
+
 def _of_code(app: Any, entry: ScheduleEntry, own: Mapping[str, Any]) -> Planned:
-    timezone = own.get("timezone") or ""
-    deadline = own.get("starting_deadline")
+    timezone = definitions.zone_of(None, own.get("timezone"))
+    options = definitions.checked_kwargs("options", entry.options or None)
+    definitions.checked_headers(options)
+    no_overlap = _flag(own, "no_overlap")
+    definitions.checked_keys(options, no_overlap=no_overlap)
     row = Entry(
         name=entry.name,
         source=Source.CODE,
         task=entry.task,
         schedule=texts.show(entry.schedule),
-        timezone=str(timezone),
-        no_overlap=bool(own.get("no_overlap")),
-        one_off=bool(own.get("one_off")),
-        starting_deadline=None if deadline is None else float(deadline),
+        timezone=timezone,
+        no_overlap=no_overlap,
+        one_off=_flag(own, "one_off"),
+        starting_deadline=definitions.seconds("starting_deadline", own.get("starting_deadline")),
     )
     zone = texts.zone(timezone) if timezone else zone_of(entry.schedule, app)
-    return Planned(row, entry.schedule, zone, entry.args or (), entry.kwargs or {}, entry.options or {})
+    return Planned(row, entry.schedule, zone, entry.args or (), entry.kwargs or {}, options)
+
+
+def _flag(own: Mapping[str, Any], name: str) -> bool:
+    value = own.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"{name} must be True or False, not {value!r}")
+    return bool(value)
 
 
 def zone_of(schedule: Any, app: Any) -> tzinfo:
@@ -110,13 +132,9 @@ def of_row(app: Any, row: Entry) -> Planned:
     zone = texts.zone(row.timezone) if row.timezone else zone_of(schedule, app)
     if not row.task:
         raise ConfigError("it names no task")
-    return Planned(
-        row,
-        schedule,
-        zone,
-        _json(row.args, "args", list),
-        *(_json(text, name, dict) for text, name in ((row.kwargs, "kwargs"), (row.options, "options"))),
-    )
+    options = _json(row.options, "options", dict)
+    definitions.checked_headers(options)
+    return Planned(row, schedule, zone, _json(row.args, "args", list), _json(row.kwargs, "kwargs", dict), options)
 
 
 def _json(text: str, name: str, kind: type) -> Any:

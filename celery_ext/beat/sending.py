@@ -18,7 +18,14 @@ from enum import Enum
 from celery.beat import SchedulingError
 from kombu.exceptions import OperationalError
 
-from kombu_taskgate.core.errors import NotLeader, PayloadTooLarge, StoreUnavailable, TaskExists
+from kombu_taskgate.core.errors import (
+    NotLeader,
+    PayloadTooLarge,
+    SchemaError,
+    StoreUnavailable,
+    TaskExists,
+    TaskgateError,
+)
 from kombu_taskgate.core.schedules import Progress, Schedules, Tick, TickState
 from kombu_taskgate.core.settings import BrokerSettings
 from kombu_taskgate.core.terms import Term
@@ -120,7 +127,10 @@ class Sender:
         except TaskExists:
             self._schedules.tick(self.term, replace(tick, state=TickState.SKIPPED), due.progress)
             return Outcome.OVERLAP
-        except PayloadTooLarge as error:
+        except (NotLeader, StoreUnavailable, SchemaError):
+            raise
+        except TaskgateError as error:
+            # Of this message alone, so others are not held up: it is too large, or waits for a task that is not known.
             logger.error("beat: %r can't be sent: %s", due.name, error)  # noqa: TRY400  # it says all there is to say
             return self._fail(due, tick)
         except _UnusableError:
@@ -132,6 +142,10 @@ class Sender:
             return Outcome.REPEATED
         try:
             self._publish(due, tick, publish)
+        except TaskExists:
+            # The broker elsewhere is taskgate too, and the entry has a unique key of its own.
+            self._schedules.sent(self.term.key, due.name, due.due_at)
+            return Outcome.OVERLAP
         except _UnusableError:
             # Told, and not tried again: the next one would fail as well.
             self._schedules.sent(self.term.key, due.name, due.due_at)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
 from celery import Celery
 from celery.beat import BeatLazyFunc
 from celery.schedules import crontab
+from celery.schedules import schedule as interval
 from kombu.exceptions import OperationalError
 
 from celery_ext.beat.native import Native
@@ -370,6 +372,17 @@ def test_rows_that_can_not_be_right(make: Make, caplog: pytest.LogCaptureFixture
         {"task": "t", "schedule": 1.0, "color": "red"},
         7,
         {"task": "t", "schedule": 1.0, "timezone": "Mars/Olympus"},
+        {"task": "t", "schedule": 1.0, "timezone": 5},
+        {"task": "t", "schedule": "every minute"},
+        {"task": "t", "schedule": ("crontab", 5)},
+        {"task": "t", "schedule": float("inf")},
+        {"task": "t", "schedule": 1.0, "options": "queue"},
+        {"task": "t", "schedule": 1.0, "options": {"headers": 5}},
+        {"task": "t", "schedule": 1.0, "starting_deadline": -5},
+        {"task": "t", "schedule": 1.0, "starting_deadline": float("nan")},
+        {"task": "t", "schedule": 1.0, "no_overlap": "no"},
+        {"task": "t", "schedule": 1.0, "one_off": 1},
+        {"task": "t", "schedule": 1.0, "no_overlap": True, "options": {"unique_key": "k"}},
     ],
 )
 def test_code_that_can_not_be_right(entry: Any) -> None:
@@ -379,6 +392,81 @@ def test_code_that_can_not_be_right(entry: Any) -> None:
     with pytest.raises(ConfigError, match="the entry"):
         code_entries(app)
     app.close()
+
+
+def test_code_may_say_it_in_pythons_words() -> None:
+    """A zone and a time span, as :meth:`.Schedule.add` takes them."""
+    app = Celery("right", broker="memory://", set_as_current=False)
+    times = {"timezone": ZoneInfo("Europe/Berlin"), "starting_deadline": timedelta(minutes=1)}
+    app.conf.beat_schedule = {"e": {"task": "t", "schedule": 1.0, **times}}
+    row = code_entries(app)["e"].row
+    assert (row.timezone, row.starting_deadline) == ("Europe/Berlin", 60)
+    app.close()
+
+
+def test_a_schedule_that_is_none() -> None:
+    app = Celery("wrong", broker="memory://", set_as_current=False)
+    app.conf.beat_schedule = ["e"]
+    with pytest.raises(ConfigError, match="beat_schedule must be a dictionary"):
+        code_entries(app)
+    app.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [('{"headers": 5}', "headers must be a dictionary"), ('{"depends_on": ["nobody"]}', "nobody")],
+)
+@pytest.mark.parametrize("apart", [False, True])
+def test_one_that_can_not_be_sent_holds_up_no_other(
+    make: Make, caplog: pytest.LogCaptureFixture, options: str, said: str, apart: bool
+) -> None:
+    """What is wrong with its message is told, and all others are sent."""
+    scene = make(apart=apart)
+    scene.add("a bad one", "interval 1", options=options)
+    scene.add("good", "interval 1")
+    scene.run(3)
+    assert len(scene.sent("good")) == len(scene.broker.list()) == 3
+    assert said in caplog.text
+
+
+def test_a_unique_key_elsewhere(make: Make) -> None:
+    """A broker that refuses a second one is not away: the tick is over, and nobody sends it again."""
+    scene = make(apart=True)
+    scene.add("alone", "interval 1", options='{"unique_key": "u"}')
+    scene.add("good", "interval 1")
+    scene.run(3)
+    assert len(scene.sent("good")) == 3
+    assert len(scene.broker.list()) == 4
+    assert scene.broker.schedules.unsent("k") == []
+
+
+class Moody(interval):
+    """A user's own, which does not always know."""
+
+    moody = False
+
+    def remaining_estimate(self, last_run_at: datetime) -> timedelta:
+        if self.moody:
+            raise LookupError("no calendar")
+        return super().remaining_estimate(last_run_at)
+
+
+def test_a_schedule_that_does_not_know(scene_in_memory: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """Whenever it raises the others go on, and it is asked again."""
+    own = Moody(timedelta(seconds=1))
+    scene = scene_in_memory(
+        beat_schedule={"own": {"task": "t", "schedule": own}, "good": {"task": "t", "schedule": 1.0}}
+    )
+    scene.clock.advance(1)
+    # What is due is known by now.
+    own.moody = True
+    scene.run(3)
+    assert scene.sent("own") == []
+    assert len(scene.sent("good")) == 3
+    assert "no calendar" in caplog.text
+    own.moody = False
+    scene.run(3)
+    assert len(scene.sent("own")) == 3
 
 
 def test_a_database_that_is_away(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,6 +134,7 @@ def test_the_zone_of_a_schedule_object_is_kept(here: Schedule) -> None:
         ({"every": 1, "kwargs": {"a": {1, 2}}}, "the kwargs can't be stored"),
         ({"every": 1, "options": {"queu": "big"}}, "'queu' is not known: did you mean queue?"),
         ({"every": 1, "options": {"task_id": "1"}}, "each tick has an id of its own"),
+        ({"every": 1, "options": {"headers": 5}}, "the headers must be a dictionary"),
         ({"every": 1, "options": {"expires": 5}, "expires": 6}, "expires is given twice"),
         ({"every": 1, "expires": -1}, "expires must be"),
         ({"every": 1, "starting_deadline": -1}, "starting_deadline must be 0 seconds to 100 years, not -1"),
