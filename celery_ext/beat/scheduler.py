@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from celery.beat import Scheduler
 
 from kombu_taskgate.core.election import LeaderElector
-from kombu_taskgate.core.errors import NotLeader, StoreUnavailable, TaskgateError
+from kombu_taskgate.core.errors import ConfigError, NotLeader, StoreUnavailable, TaskgateError
 from kombu_taskgate.core.schedules import KEEP_TICKS
 from kombu_taskgate.core.terms import Term
 
@@ -22,7 +22,7 @@ from .publishing import Publisher
 from .sending import NotSent, Sender
 from .settings import beat_settings
 from .stores import Stores
-from .wrapping import Foreign, scheduler_class, scheduler_name
+from .wrapping import Foreign, to_wrap
 
 logger = logging.getLogger("celery_ext.beat")
 
@@ -32,6 +32,9 @@ LONGEST_WAIT = 1.0
 RETRY_EVERY = 0.5
 #: Seconds between two sweeps of old ticks, and how many go at a time.
 SWEEP_EVERY, SWEEP = 300.0, 1000
+
+#: Whether this thread prepares a scheduler.
+_preparing = threading.local()
 
 
 class Inner(Protocol):
@@ -80,11 +83,10 @@ class TaskgateScheduler(Scheduler):
         **options: Any,
     ) -> None:
         self._settings = beat_settings(app)
-        self._wraps = scheduler_name(app, self._settings.scheduler)
-        self._class = scheduler_class(self._wraps) if self._wraps else None
-        self._options = {**options, "Producer": Producer, "sync_every_tasks": sync_every_tasks}
-        if max_interval is not None:
-            self._options["max_interval"] = max_interval
+        self._wraps, self._class = to_wrap(app, self._settings.scheduler, TaskgateScheduler)
+        given = {"max_interval": max_interval, "Producer": Producer, "sync_every_tasks": sync_every_tasks}
+        # A class need not know what nobody has said.
+        self._options = {**options, **{name: value for name, value in given.items() if value is not None}}
         self._code: dict[str, Planned] = {}
         self._stores = Stores(self._settings)
         self._publisher = Publisher(app)
@@ -92,6 +94,7 @@ class TaskgateScheduler(Scheduler):
         self._inner: Inner | None = None
         self._term: Term | None = None
         self._busy_since: float | None = None
+        self._closing = False
         self._failing_since: float | None = None
         self._sweep_at = time.monotonic() + SWEEP_EVERY
         self._elector = LeaderElector(
@@ -104,8 +107,14 @@ class TaskgateScheduler(Scheduler):
             fit=self._fit,
         )
         super().__init__(app, schedule, max_interval, Producer, lazy=True, sync_every_tasks=sync_every_tasks)
-        if not lazy:
-            self._prepare()
+        # A beat that is told to end while it makes its scheduler makes another one, to close that: in the signal's
+        # handler, where nothing may be waited for that the interrupted code holds.
+        if not lazy and not getattr(_preparing, "on", False):
+            _preparing.on = True
+            try:
+                self._prepare()
+            finally:
+                _preparing.on = False
 
     def _prepare(self) -> None:
         """Say at once what can't be right; a database that is away may come back."""
@@ -146,8 +155,13 @@ class TaskgateScheduler(Scheduler):
 
     def tick(self, *_: Any, **__: Any) -> float:
         """One pass: wait until there is something to do here, and do it."""
-        self._elector.start()
-        wait = self._pass()
+        try:
+            # Beat may be told to end in any line, of the elector's and the stores' too: see close().
+            self._busy_since = time.monotonic()
+            self._elector.start()
+            wait = self._pass()
+        finally:
+            self._busy_since = None
         if wait > 0:
             # Not slept by Celery's service, which nobody can wake.
             self._changed.wait(min(wait, LONGEST_WAIT))
@@ -159,20 +173,35 @@ class TaskgateScheduler(Scheduler):
         if self._inner is not None:
             self._inner.sync()
 
+    def add(self, **_: Any) -> None:
+        """Celery's way to add an entry to a scheduler, which here would be to one replica's own.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "an entry that is added to this scheduler would be of one replica alone: add it to beat_schedule, with "
+            "app.add_periodic_task while the app is configured, or with celery_ext.schedule.Schedule(app).add"
+        )
+
     def close(self) -> None:
         """Resign, so that another replica goes on at once. Idempotent.
 
-        Celery calls it from a signal handler, and again when it ends. In the middle of a tick it waits for the second
-        call: the tick's transaction holds the row of the term.
+        Celery calls it from a signal handler, and again when it ends. In the middle of a pass, or of itself, it leaves
+        all to the last call: the transaction of a tick holds the row of the term, and what is interrupted holds locks.
         """
-        if self._busy_since is not None:
+        if self._busy_since is not None or self._closing:
             return
-        inner, self._inner = self._inner, None
-        if inner is not None:
-            inner.close()
-        self._elector.stop()
-        self._publisher.close()
-        self._stores.close()
+        self._closing = True
+        try:
+            inner, self._inner = self._inner, None
+            if inner is not None:
+                inner.close()
+            self._elector.stop()
+            self._publisher.close()
+            self._stores.close()
+        finally:
+            self._closing = False
 
     # -- leading -------------------------------------------------------------------------------------
 
@@ -199,7 +228,6 @@ class TaskgateScheduler(Scheduler):
             self._drop()
         if term is None:
             return LONGEST_WAIT
-        self._busy_since = time.monotonic()
         try:
             if self._inner is None:
                 self._inner, self._term = self._make(term), term
@@ -209,11 +237,9 @@ class TaskgateScheduler(Scheduler):
             logger.warning("beat: nothing is sent: %s", error)
             self._drop()
             return RETRY_EVERY
-        except (NotSent, TaskgateError) as error:
+        except Exception as error:  # noqa: BLE001  # a class that is wrapped may raise anything
             self._drop()
             return self._failed(error)
-        finally:
-            self._busy_since = None
         self._failing_since = None
         return wait
 
@@ -241,7 +267,10 @@ class TaskgateScheduler(Scheduler):
         now = time.monotonic()
         if self._failing_since is None:
             self._failing_since = now
-            logger.error("beat: nothing can be sent, which is tried again: %s", error)
+            known = isinstance(error, (NotSent, TaskgateError))
+            logger.error(
+                "beat: nothing can be sent, which is tried again: %s", error, exc_info=None if known else error
+            )
         elif now - self._failing_since > self._settings.interval:
             logger.error("beat: nothing can be sent, so another replica may try: %s", error)
             self._failing_since = None

@@ -28,7 +28,7 @@ class BeatSettings:
         key: what is led; replicas that are to elect one among them have the same one.
         ttl: for how long a leader that is not heard of is still the leader.
         interval: how often it is heard of.
-        scheduler: the class that is to be wrapped; empty: not said.
+        scheduler: the class that is to be wrapped, or its path; empty: not said.
         starting_deadline: how late a missed tick is still sent; ``None``: however late.
         redis_url: of the leases and schedules, where Redis keeps them.
         database: where a SQL database does.
@@ -38,7 +38,7 @@ class BeatSettings:
     key: str
     ttl: float
     interval: float
-    scheduler: str
+    scheduler: str | type
     starting_deadline: float | None
     redis_url: str | None = field(repr=False)  # it may hold a password
     database: BrokerSettings | None

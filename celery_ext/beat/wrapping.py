@@ -32,11 +32,30 @@ logger = logging.getLogger("celery_ext.beat")
 #: What a setting may name instead of a class that is wrapped.
 OWN = ("taskgate", "celery_ext.beat.scheduler:TaskgateScheduler", "celery_ext.beat.scheduler.TaskgateScheduler")
 #: Celery's default, whose entries are those of the code: taskgate's own scheduler has them too.
-_DEFAULT = ("celery.beat:PersistentScheduler", "celery.beat.PersistentScheduler", "celery.beat:Scheduler")
+_DEFAULT = tuple(f"celery.beat{dot}{name}" for dot in ":." for name in ("PersistentScheduler", "Scheduler"))
 _DJANGO = "django_celery_beat.schedulers:DatabaseScheduler"
 
 
-def scheduler_name(app: Any, named: str) -> str:
+def to_wrap(app: Any, named: object, own: type[Scheduler]) -> tuple[str, type[Scheduler] | None]:
+    """The name of the class that is to be wrapped, and the class; empty and ``None``: none.
+
+    Args:
+        app: the Celery app.
+        named: see :func:`scheduler_name`.
+        own: the class that wraps. One that is derived from it is the app's own kind of it, and wraps as well.
+
+    Raises:
+        ConfigError: there is no such class, or it is no scheduler.
+    """
+    name = scheduler_name(app, named)
+    cls = scheduler_class(name) if name else None
+    if cls is not None and issubclass(cls, own):
+        name = "" if named else _without()
+        cls = scheduler_class(name) if name else None
+    return name, cls
+
+
+def scheduler_name(app: Any, named: object) -> str:
     """The class that is to be wrapped; empty: none.
 
     Args:
@@ -44,13 +63,21 @@ def scheduler_name(app: Any, named: str) -> str:
         named: what ``beat_taskgate_scheduler`` says. If it says nothing, it is the one that the app had before: that of
             ``beat_scheduler``, or django-celery-beat's where that is among the installed apps of a Django project.
     """
-    if not named:
-        before = str(app.conf.beat_scheduler or "")
-        if before not in (*OWN, *_DEFAULT, ""):
-            named = before
-        elif _has_django_celery_beat():
-            named = _DJANGO
-    return "" if named in OWN else named
+    name = _path(named)
+    if not name:
+        before = _path(app.conf.beat_scheduler)
+        name = before if before not in (*OWN, *_DEFAULT, "") else _without()
+    return "" if name in OWN else name
+
+
+def _path(named: object) -> str:
+    """The path of a class, which may be named by itself."""
+    return f"{named.__module__}:{named.__qualname__}" if isinstance(named, type) else str(named or "")
+
+
+def _without() -> str:
+    """What is wrapped where no setting names anything."""
+    return _DJANGO if _has_django_celery_beat() else ""
 
 
 def _has_django_celery_beat() -> bool:
@@ -275,7 +302,11 @@ class Foreign:
             # Celery's scheduler has logged it, and gone on as if it had sent.
             raise self._guard.failed
         if wait and wait > 0 and self._scheduler.should_sync():
-            self._scheduler._do_sync()
+            try:
+                self._scheduler._do_sync()
+            except Exception:
+                # What was sent is in the store, so nothing depends on it.
+                logger.exception("beat: %s could not write down its entries", type(self._scheduler).__name__)
         return float(wait or 0.0)
 
     def _send_again(self) -> None:
