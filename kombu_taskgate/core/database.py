@@ -31,6 +31,7 @@ from .forkgate import ForkGate, Forks
 from .patience import Patience, Waiting
 from .quick import QuickConnection, Repertory
 from .settings import BrokerSettings
+from .urls import shown
 
 logger = logging.getLogger("kombu_taskgate.database")
 T = TypeVar("T")
@@ -121,8 +122,8 @@ class Database:
 
     @property
     def shown(self) -> str:
-        """The URL without its password, for messages."""
-        return self.url.render_as_string(hide_password=True)
+        """The URL without its passwords, for messages."""
+        return shown(self.url)
 
     @property
     def engine(self) -> sa.Engine:

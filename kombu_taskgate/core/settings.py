@@ -15,6 +15,8 @@ from .model import MAX_NAME
 
 #: A hundred years in seconds: longer than anything that is kept or waited for.
 LONGEST = 100 * 366 * 86400.0
+#: What the names of parameters are like whose values nobody is to see.
+SECRET = re.compile(r"pass|pwd|secret|token", re.IGNORECASE)
 _DURATIONS = (
     "lease_ttl", "keep_completed", "keep_failed", "pool_timeout", "connect_timeout", "poll_min", "poll_max",
     "poll_listening", "busy_timeout", "answer_timeout",

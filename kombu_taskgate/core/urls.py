@@ -7,6 +7,7 @@ import sqlalchemy as sa
 from .dialects import find_dialect
 from .dialects.base import Dialect
 from .errors import ConfigError
+from .settings import SECRET
 
 
 def resolve(text: str) -> tuple[sa.URL, Dialect]:
@@ -26,3 +27,9 @@ def resolve(text: str) -> tuple[sa.URL, Dialect]:
     dialect = find_dialect(url)
     dialect.check_url(url)
     return dialect.choose_driver(url), dialect
+
+
+def shown(url: sa.URL) -> str:
+    """A URL as people may see it: without its password, and without those in its query, which drivers read too."""
+    query = {name: "***" if SECRET.search(name) else value for name, value in url.query.items()}
+    return url.set(query=query).render_as_string(hide_password=True)

@@ -17,6 +17,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode
 from kombu.utils.url import url_to_parts
 
 from ..core.errors import ConfigError
+from ..core.settings import SECRET
 
 PREFIX = "taskgate+"
 #: scheme, user, password, the rest. The password may hold any character, as SQLAlchemy reads it; one that holds an
@@ -27,7 +28,6 @@ _URL = re.compile(
     r"(?P<rest>.*)\Z",
     re.DOTALL,
 )
-_SECRET = re.compile(r"pass|pwd|secret|token", re.IGNORECASE)
 
 
 def database_url(client: Any) -> str:
@@ -65,7 +65,7 @@ def masked(url: str, mask: str = "**") -> str:
     if not question:
         return url
     pairs = parse_qsl(query, keep_blank_values=True)
-    shown_pairs = [(name, mask if _SECRET.search(name) else value) for name, value in pairs]
+    shown_pairs = [(name, mask if SECRET.search(name) else value) for name, value in pairs]
     return f"{start}?{urlencode(shown_pairs, safe='*/:,')}"
 
 

@@ -312,6 +312,17 @@ def test_a_store_that_is_away() -> None:
     app.close()
 
 
+@pytest.mark.parametrize("place", ["u:s3cret@127.0.0.1:1/d", "u@127.0.0.1:1/d?password=s3cret&connect_timeout=2"])
+def test_a_password_is_not_shown(place: str) -> None:
+    """Drivers read it in the query of a URL as well."""
+    lost = Celery("lost", set_as_current=False, broker="memory://")
+    lost.conf.beat_taskgate_lease_url = f"postgresql://{place}"
+    with Schedule(lost) as schedule, pytest.raises(StoreUnavailable) as raised:
+        schedule.list()
+    assert "127.0.0.1:1/d" in str(raised.value)
+    assert "s3cret" not in str(raised.value)
+
+
 def test_the_current_app_is_asked_for_when_none_is_given(here: Schedule) -> None:
     with Schedule(stores=here._stores) as schedule:
         from celery import current_app
