@@ -15,12 +15,17 @@ logger = logging.getLogger("celery_ext.beat")
 def connect_once(connection: Any) -> Any:
     """Connect, or raise; Celery's beat would go on trying, and its replica would lead without sending anything.
 
+    RabbitMQ is to confirm what is published, unless the app's transport options say otherwise. Without that a message
+    that it refuses, or loses with its connection, would count as sent, and the next one's publishing would fail for it.
+
     Args:
         connection: a kombu connection.
 
     Raises:
         OperationalError: it can't be reached.
     """
+    if connection.transport.driver_name == "py-amqp":
+        connection.transport_options = {"confirm_publish": True, **(connection.transport_options or {})}
     try:
         connection.connect()
     except connection.recoverable_connection_errors as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
@@ -109,8 +110,6 @@ def make(broker_settings: BrokerSettings) -> Iterator[Callable[..., Scene]]:
 #: What is about times alone needs no database.
 @pytest.fixture
 def scene_in_memory() -> Iterator[Callable[..., Scene]]:
-    import uuid
-
     scenes: list[Scene] = []
 
     def made(*args: Any, **options: Any) -> Scene:
@@ -438,6 +437,30 @@ def test_a_unique_key_elsewhere(make: Make) -> None:
     assert len(scene.sent("good")) == 3
     assert len(scene.broker.list()) == 4
     assert scene.broker.schedules.unsent("k") == []
+
+
+def test_one_that_rabbitmq_refuses(scene_in_memory: Make, rabbitmq_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It closes the channel for it, which must not cost the next one its message."""
+    queue = f"taskgate-test-{uuid.uuid4().hex}"
+    nowhere = {"exchange": f"{queue}-nowhere", "routing_key": "nothing"}
+    scene = scene_in_memory(
+        apart=True,
+        broker_url=rabbitmq_url,
+        broker_transport_options={},
+        beat_schedule={
+            "a bad one": {"task": "t", "schedule": 1.0, "options": nowhere},
+            "good": {"task": "t", "schedule": 1.0, "options": {"queue": queue}},
+        },
+    )
+    with scene.app.connection_for_write() as connection:
+        channel = connection.default_channel
+        try:
+            scene.run(4)
+            assert channel.queue_declare(queue, passive=True).message_count == len(scene.sent("good")) == 4
+        finally:
+            channel.queue_delete(queue)
+    assert "'a bad one' could not be sent" in caplog.text
+    assert "'good' could not be sent" not in caplog.text
 
 
 class Moody(interval):
