@@ -129,6 +129,18 @@ def json_of(name: str, value: Any) -> str:
     return text
 
 
+def from_json(text: str) -> Any:
+    """What a JSON text means, as kombu reads it.
+
+    Raises:
+        ConfigError: it is none, or is nested too deeply, or names a type and gives what can't be of it.
+    """
+    try:
+        return loads(text)
+    except Exception as error:  # what kombu makes of types that are named raises whatever those do
+        raise ConfigError(str(error) or type(error).__name__) from error
+
+
 def checked_args(args: Any) -> list[Any]:
     """Positional arguments as a list.
 

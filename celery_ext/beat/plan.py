@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,7 +9,6 @@ from datetime import timedelta, tzinfo
 from typing import Any
 
 from celery.beat import ScheduleEntry, Scheduler
-from kombu.utils.json import loads
 
 from kombu_taskgate.core.errors import ConfigError
 from kombu_taskgate.core.schedules import Entry, Source
@@ -141,8 +139,8 @@ def _json(text: str, name: str, kind: type) -> Any:
     if not text:
         return kind()
     try:
-        value = loads(text)
-    except (json.JSONDecodeError, UnicodeError, ValueError) as error:
+        value = definitions.from_json(text)
+    except ConfigError as error:
         raise ConfigError(f"its {name} are no JSON: {error}") from error
     if not isinstance(value, kind):
         raise ConfigError(f"its {name} must be a JSON {'array' if kind is list else 'object'}, not {text[:60]!r}")

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import click
-from kombu.utils.json import loads
 
+from kombu_taskgate.core.errors import ConfigError
+
+from ..beat.definitions import from_json
 from ..beat.stores import Stores
 from ..beat.texts import seconds_of
 from ..schedule import Schedule, ScheduleEntry
@@ -30,8 +32,8 @@ def _json(kind: type, example: str) -> Callable[[click.Context, click.Parameter,
         if value is None:
             return None
         try:
-            found = loads(value)
-        except ValueError as error:
+            found = from_json(value)
+        except ConfigError as error:
             raise click.BadParameter(f"it is no JSON ({error}): write it as {example}") from None
         if not isinstance(found, kind):
             raise click.BadParameter(f"write it as {example}")

@@ -428,6 +428,25 @@ def test_one_that_can_not_be_sent_holds_up_no_other(
     assert said in caplog.text
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        "[" * 10_000 + "]" * 10_000,
+        '[{"__type__": "datetime", "__value__": 5}]',
+        '[{"__type__": [], "__value__": 5}]',
+        '[{"__type__": "decimal", "__value__": "x"}]',
+    ],
+)
+def test_json_that_can_not_be_read(scene_in_memory: Make, caplog: pytest.LogCaptureFixture, args: str) -> None:
+    """Whatever reading it raises, all others are sent."""
+    scene = scene_in_memory()
+    scene.add("a bad one", "interval 1", args=args)
+    scene.add("good", "interval 1")
+    scene.run(3)
+    assert len(scene.sent("good")) == len(scene.broker.list()) == 3
+    assert "its args are no JSON" in caplog.text
+
+
 def test_a_unique_key_elsewhere(make: Make) -> None:
     """A broker that refuses a second one is not away: the tick is over, and nobody sends it again."""
     scene = make(apart=True)

@@ -273,6 +273,7 @@ def test_rows_written_by_hand_are_listed_whatever_is_in_them(
         Entry("zone", task="t", schedule="interval 5", timezone="Mars"),
         Entry("args", task="t", schedule="interval 5", args="{"),
         Entry("kwargs", task="t", schedule="interval 5", kwargs="[1]"),
+        Entry("type", task="t", schedule="interval 5", args='[{"__type__": "uuid", "__value__": 5}]'),
         Entry("never", task="t", schedule="interval 5", base_at=2**62),
     ]
     for row in rows:
@@ -284,8 +285,9 @@ def test_rows_written_by_hand_are_listed_whatever_is_in_them(
     assert "'Mars' is not known" in str(found["zone"].problem)
     assert "its args" in str(found["args"].problem)
     assert "its kwargs" in str(found["kwargs"].problem)
+    assert "its args" in str(found["type"].problem)
     assert (found["never"].problem, found["never"].next_due) == (None, None)
-    assert all(found[name].next_due is None for name in ("schedule", "zone", "args", "kwargs"))
+    assert all(found[name].next_due is None for name in ("schedule", "zone", "args", "kwargs", "type"))
 
 
 def test_a_broken_beat_schedule_does_not_hide_the_entries(here: Schedule) -> None:

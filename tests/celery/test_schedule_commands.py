@@ -179,6 +179,8 @@ def test_what_can_not_be_right_ends_with_2(shell: Shell, words: list[str], error
     [
         (["--args", "{}"], "write it as '[1, \"a\"]'"),
         (["--args", "x"], "it is no JSON"),
+        (["--args", "[" * 10_000 + "]" * 10_000], "it is no JSON"),
+        (["--kwargs", '{"at": {"__type__": "datetime", "__value__": 5}}'], "it is no JSON"),
         (["--kwargs", "[]"], "write it as"),
         (["--expires", "soon"], "'soon' is no duration"),
         (["--queue", "a", "--options", '{"queue": "b"}'], "queue is given twice"),
