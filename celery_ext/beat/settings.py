@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from kombu_taskgate.core.election import JITTER, TRUST
 from kombu_taskgate.core.errors import ConfigError
 from kombu_taskgate.core.settings import LONGEST, BrokerSettings, check_name
 from kombu_taskgate.transport.options import parse_options
@@ -54,9 +55,15 @@ def beat_settings(app: Any) -> BeatSettings:
     _refuse_unknown(app)
     ttl = _duration(app, "lease_ttl", 15.0, least=0.5)
     interval = _duration(app, "lease_interval", ttl / 3, least=0.05)
+    if interval * JITTER >= ttl * TRUST:
+        raise ConfigError(
+            f"{PRE}lease_interval {interval:g} s is too long for {PRE}lease_ttl {ttl:g} s: a leader that is well would "
+            f"lose its term. Leave it out, or set it to less than {ttl * TRUST / JITTER:g} s"
+        )
     deadline = _get(app, "starting_deadline")
     if deadline is not None:
         deadline = _duration(app, "starting_deadline", 0.0, least=0.0)
+    _check_celerys_deadline(app)
     broker = broker_settings(app)
     redis_url, database = _store(app, broker)
     return BeatSettings(
@@ -84,6 +91,14 @@ def _duration(app: Any, name: str, default: float, *, least: float) -> float:
     if not least <= value <= LONGEST:
         raise ConfigError(f"{PRE}{name} must be {least:g} seconds to 100 years, not {value!r}")
     return float(value)
+
+
+def _check_celerys_deadline(app: Any) -> None:
+    """Celery's own setting, which would only be looked at when a tick was missed."""
+    value = app.conf.beat_cron_starting_deadline
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is not None and not (number and 0 <= value <= LONGEST):
+        raise ConfigError(f"beat_cron_starting_deadline must be None or 0 seconds to 100 years, not {value!r}")
 
 
 def _refuse_unknown(app: Any) -> None:

@@ -360,7 +360,7 @@ def test_bad_settings_end_at_once(make_beats: MakeBeats, tmp_path: Path) -> None
     for conf, said in (
         ({"beat_taskgate_lease_tll": 3}, "beat_taskgate_lease_ttl"),
         ({"beat_taskgate_lease_ttl": "soon"}, "must be a number of seconds, not 'soon'"),
-        ({"beat_taskgate_lease_interval": 5}, "renew_deadline"),
+        ({"beat_taskgate_lease_interval": 5}, "beat_taskgate_lease_interval 5 s is too long"),
         ({"beat_taskgate_scheduler": "no.such:Scheduler"}, "can't be imported"),
         ({"beat_scheduler": "celery:Celery"}, "is no subclass of celery.beat.Scheduler"),
         ({"broker_url": "redis://:s3cret@127.0.0.1/11"}, "beat_taskgate_lease_url"),

@@ -62,11 +62,20 @@ def test_a_lease_elsewhere() -> None:
         ("key", "x" * 256, "256 characters"),
         ("lease_url", "nothing", "must be a URL"),
         ("lease_url", 7, "must be a URL"),
+        ("lease_interval", 10, "beat_taskgate_lease_interval 10 s is too long .* less than 10 s"),
     ],
 )
 def test_what_can_not_be_right(name: str, value: Any, said: str) -> None:
     app = app_with("taskgate+sqlite:///a.db", **{f"beat_taskgate_{name}": value})
     with pytest.raises(ConfigError, match=said):
+        beat_settings(app)
+
+
+@pytest.mark.parametrize("value", ["soon", -1, True, float("nan")])
+def test_celerys_own_deadline(value: Any) -> None:
+    """It is looked at when a tick was missed, which is too late to find out."""
+    app = app_with("taskgate+sqlite:///a.db", beat_cron_starting_deadline=value)
+    with pytest.raises(ConfigError, match="beat_cron_starting_deadline must be"):
         beat_settings(app)
 
 
