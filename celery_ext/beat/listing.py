@@ -72,8 +72,8 @@ class ScheduleTick:
     Args:
         name: of the entry.
         due_at: the due time.
-        state: ``sent``; ``skipped``: the last one's task still ran; ``sending``: it is being published to a broker that
-            is elsewhere, or nobody knows whether it was.
+        state: ``sent``; ``skipped``: the last one's task still ran, or its message could not be made; ``sending``: it
+            is being published to a broker that is elsewhere, or nobody knows whether it was.
         task_id: Celery's id of the task that it became.
         sent_at: when.
         term: number of the term under which.

@@ -144,11 +144,11 @@ class Sender:
             self._publish(due, tick, publish)
         except TaskExists:
             # The broker elsewhere is taskgate too, and the entry has a unique key of its own.
-            self._schedules.sent(self.term.key, due.name, due.due_at)
+            self._skip(due.name, due.due_at)
             return Outcome.OVERLAP
         except _UnusableError:
             # Told, and not tried again: the next one would fail as well.
-            self._schedules.sent(self.term.key, due.name, due.due_at)
+            self._skip(due.name, due.due_at)
             return Outcome.FAILED
         self._schedules.sent(self.term.key, due.name, due.due_at)
         return Outcome.SENT
@@ -163,11 +163,16 @@ class Sender:
             if _unreachable(error):
                 raise NotSent(str(error)) from error
             logger.exception("beat: %r could not be sent and is given up", tick.name)
+            self._skip(tick.name, tick.due_at)
+            return
         self._schedules.sent(self.term.key, tick.name, tick.due_at)
 
     def give_up(self, tick: Tick) -> None:
         """Forget a tick that is not to be sent again: its entry is gone, or another one makes up for it."""
         self._schedules.sent(self.term.key, tick.name, tick.due_at)
+
+    def _skip(self, name: str, due_at: int) -> None:
+        self._schedules.sent(self.term.key, name, due_at, TickState.SKIPPED)
 
     def _fail(self, due: Due, tick: Tick) -> Outcome:
         self._schedules.tick(self.term, replace(tick, state=TickState.SKIPPED), due.progress)

@@ -139,13 +139,13 @@ class MemorySchedules:
             entry.base_at = base_at
             return True
 
-    def sent(self, key: str, name: str, due_at: int) -> None:
+    def sent(self, key: str, name: str, due_at: int, state: TickState = TickState.SENT) -> None:
         """See the protocol."""
         rules.check_key(key)
         with self._store.changed:
             tick = self._store.ticks.get((key, name, due_at))
             if tick is not None and tick.state is TickState.SENDING:
-                tick.state, tick.sent_at = TickState.SENT, self._clock.now_ms()
+                tick.state, tick.sent_at = state, self._clock.now_ms()
 
     def unsent(self, key: str) -> list[Tick]:
         """See the protocol."""

@@ -323,7 +323,7 @@ class RedisSchedules:
 
         return self._until_done(attempt)
 
-    def sent(self, key: str, name: str, due_at: int) -> None:
+    def sent(self, key: str, name: str, due_at: int, state: TickState = TickState.SENT) -> None:
         """See the protocol."""
         rules.check_key(key)
         id = _id(name, due_at)
@@ -332,7 +332,7 @@ class RedisSchedules:
             now, _, _, ticked = self._entry(key, name, id)
             if not ticked or _tick(ticked).state is not TickState.SENDING:
                 return False
-            row = {**json.loads(ticked), "state": TickState.SENT.value, "sent_at": now}
+            row = {**json.loads(ticked), "state": state.value, "sent_at": now}
             names = self._link.names(key, "ticks", "sent", "unsent")
             return True if self._link.run(_SENT, names, id, ticked, json.dumps(row), now) == _DONE else None
 

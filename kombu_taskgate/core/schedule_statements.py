@@ -173,9 +173,9 @@ class ScheduleStatements:
 
     @cached_property
     def tick_sent(self) -> Statement:
-        """A tick that was being sent has been sent."""
+        """A tick that was being sent has been sent, or is not to be."""
         change = sa.update(self.tables.ticks).where(*self._this_tick, self._t.state == _SENDING)
-        return change.values(state="sent", sent_at=self._sql.now)
+        return change.values(state=text("p_state"), sent_at=self._sql.now)
 
     @cached_property
     def unsent_ticks(self) -> Statement:

@@ -92,7 +92,7 @@ class TickState(str, Enum):
     #: Its message is about to be published to a broker that is elsewhere: published or not, nobody knows.
     SENDING = "sending"
     SENT = "sent"
-    #: Nothing was to be sent: the last one's task still runs.
+    #: Nothing was sent: the last one's task still runs, say, or its message could not be made.
     SKIPPED = "skipped"
 
 
@@ -225,8 +225,11 @@ class Schedules(Protocol):
         ``None`` makes it unknown again.
         """
 
-    def sent(self, key: str, name: str, due_at: int) -> None:
-        """A tick that was SENDING has been sent, now. Not fenced: whoever has sent it says so. Idempotent."""
+    def sent(self, key: str, name: str, due_at: int, state: TickState = TickState.SENT) -> None:
+        """A tick that was SENDING has been sent, now, or it has become clear that it is not (SKIPPED).
+
+        Not fenced: whoever has sent it says so. Idempotent.
+        """
 
     def unsent(self, key: str) -> list[Tick]:
         """Ticks that are SENDING, in the order of their due times."""

@@ -12,7 +12,7 @@ from ..clock import to_ms
 from ..database import Database
 from ..model import NewTask
 from ..schedule_statements import ScheduleStatements
-from ..schedules import Entry, Progress, Tick
+from ..schedules import Entry, Progress, Tick, TickState
 from ..term_statements import TermStatements
 from ..terms import Term
 from . import publish
@@ -219,10 +219,10 @@ class SqlSchedules:
 
         return self._database.transaction(work, confirm=confirm)
 
-    def sent(self, key: str, name: str, due_at: int) -> None:
+    def sent(self, key: str, name: str, due_at: int, state: TickState = TickState.SENT) -> None:
         """See the protocol."""
         rules.check_key(key)
-        parameters = self._sql.time(**_place(key, name), p_due_at=due_at)
+        parameters = self._sql.time(**_place(key, name), p_due_at=due_at, p_state=state.value)
         self._database.write(lambda conn: conn.execute(self._sql.tick_sent, parameters))
 
     def unsent(self, key: str) -> list[Tick]:

@@ -445,7 +445,11 @@ class ScheduleStoreCases:
         assert [tick.state for tick in schedules.ticks(KEY, ["a"])] == [SENDING, SENT, SKIPPED]
         clock.advance(5)
         schedules.sent(KEY, "c", 100)
-        assert schedules.ticks(KEY, ["c"])[0].sent_at == now, "it has been sent already"
+        schedules.sent(KEY, "c", 100, SKIPPED)
+        assert schedules.ticks(KEY, ["c"]) == [Tick("c", 100, "c", SENT, now, term.number)], "it has been sent already"
+        schedules.sent(KEY, "a", 300, SKIPPED)
+        assert [tick.name for tick in schedules.unsent(KEY)] == ["b"]
+        assert [tick.state for tick in schedules.ticks(KEY, ["a"])] == [SKIPPED, SENT, SKIPPED]
 
     def test_newest_ticks(self, schedules: Schedules, leases: LeaseStore, term: Term) -> None:
         """Newest due time first, of all or of some; so many as are wanted."""
