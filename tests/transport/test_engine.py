@@ -81,7 +81,10 @@ def test_a_fast_consumer_is_served_in_batches(connect_sql):
     publish(connection, "q", 0)
     payload = broker.list(Filter(queue="q"))[0].payload
     broker.enqueue_many([NewTask("q", payload) for _ in range(999)])
-    with noted(broker.database.engine) as sent, consuming(connection, "q", then=lambda message: message.ack(), prefetch=64) as taken:
+    with (
+        noted(broker.database.engine) as sent,
+        consuming(connection, "q", then=lambda message: message.ack(), prefetch=64) as taken,
+    ):
         drain(connection, taken, 1000)
         wait_until(lambda: not connection.connection.engine._live, "the acks are stored")
     statements = [text for text in sent if not text.startswith(("BEGIN", "START TRANSACTION", "COMMIT"))]
