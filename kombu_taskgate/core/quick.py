@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -256,8 +257,8 @@ class QuickConnection:
         quick = self._repertory.find(statement, values) if isinstance(values, Mapping) else None
         if quick is None:
             return self._conn.execute(statement, parameters)
-        cursor = self._ask(quick.text)
         try:
+            cursor = self._ask(quick.text)
             quick.run(cursor, values)
             return quick.rows(cursor)
         except Exception as error:
@@ -265,9 +266,8 @@ class QuickConnection:
 
     def say(self, text: str) -> None:
         """Run a statement that has no parameters and returns nothing: BEGIN and COMMIT."""
-        cursor = self._ask(text)
         try:
-            cursor.execute(text)
+            self._ask(text).execute(text)
         except Exception as error:
             raise self._translate(error) from error
 
@@ -281,6 +281,7 @@ class QuickConnection:
         return self._cursor
 
     def end(self) -> None:
-        """Close the cursor."""
+        """Close the cursor, whatever has become of its connection."""
         if self._cursor is not None:
-            self._cursor.close()
+            with suppress(Exception):
+                self._cursor.close()
