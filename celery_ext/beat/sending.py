@@ -19,6 +19,7 @@ from celery.beat import SchedulingError
 from kombu.exceptions import OperationalError
 
 from kombu_taskgate.core.errors import (
+    ConfigError,
     NotLeader,
     PayloadTooLarge,
     SchemaError,
@@ -130,6 +131,9 @@ class Sender:
         except (NotLeader, StoreUnavailable, SchemaError):
             raise
         except TaskgateError as error:
+            if isinstance(error, ConfigError) and error.__cause__ is not None:
+                # The database itself says so, of its tables or rights: the tick is sent when that has been put right.
+                raise
             # Of this message alone, so others are not held up: it is too large, or waits for a task that is not known.
             logger.error("beat: %r can't be sent: %s", due.name, error)  # noqa: TRY400  # it says all there is to say
             return self._fail(due, tick)

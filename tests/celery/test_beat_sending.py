@@ -13,7 +13,7 @@ from celery_ext import signals
 from celery_ext.beat.sending import Due, NotSent, Outcome, Sender, task_id_of
 from celery_ext.result_settings import broker_settings
 from kombu_taskgate.core.broker import Broker
-from kombu_taskgate.core.errors import NotLeader
+from kombu_taskgate.core.errors import ConfigError, NotLeader
 from kombu_taskgate.core.factory import open_broker
 from kombu_taskgate.core.schedules import Entry, Progress, Tick, TickState
 from kombu_taskgate.core.settings import BrokerSettings
@@ -168,6 +168,27 @@ def test_a_message_that_can_not_be_made(scene: Scene, caplog: pytest.LogCaptureF
     assert scene.sender.send(scene.due(DUE + 1000, DUE), scene.publish) is Outcome.SENT
     too_large = scene.due(DUE + 2000, DUE + 1000)
     assert scene.sender.send(too_large, lambda id: scene.publish(id, args=["x" * 40_000_000])) is Outcome.FAILED
+
+
+def test_a_database_that_can_not_be_used(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is no matter of the message: the tick is there to be sent when somebody has put it right."""
+    if not scene.sender.together:
+        return
+
+    ticks = type(scene.broker.schedules)
+    store = ticks.tick
+
+    def refused(schedules: Any, term: Term, tick: Tick, progress: Progress, tasks: Any = ()) -> bool:
+        if tasks:
+            raise ConfigError("no rights") from LookupError("tasks")
+        return store(schedules, term, tick, progress)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ticks, "tick", refused)
+        with pytest.raises(ConfigError, match="no rights"):
+            scene.sender.send(scene.due(), scene.publish)
+    assert scene.sender.send(scene.due(), scene.publish) is Outcome.SENT
+    assert scene.ticks() == [(DUE, TickState.SENT)]
 
 
 def test_a_tick_whose_entry_is_gone(scene: Scene) -> None:
