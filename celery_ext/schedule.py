@@ -128,7 +128,7 @@ class Schedule:
         )
         row = Entry(
             name=name,
-            task=str(getattr(task, "name", task)),
+            task=definitions.task_of(task),
             schedule=text,
             timezone=definitions.zone_of(given, timezone),
             args=definitions.json_of("args", definitions.checked_args(args)),

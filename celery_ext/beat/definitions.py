@@ -141,6 +141,18 @@ def from_json(text: str) -> Any:
         raise ConfigError(str(error) or type(error).__name__) from error
 
 
+def task_of(task: Any) -> str:
+    """The name of a task, which may be given by itself.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    name = getattr(task, "name", task)
+    if not isinstance(name, str):
+        raise ConfigError(f"the task must be its name, or a task of the app, not {task!r}")
+    return name
+
+
 def checked_args(args: Any) -> list[Any]:
     """Positional arguments as a list.
 

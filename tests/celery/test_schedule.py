@@ -314,6 +314,13 @@ def test_a_store_that_is_away() -> None:
     app.close()
 
 
+@pytest.mark.parametrize("task", [None, 5, len])
+def test_what_is_no_task(here: Schedule, task: Any) -> None:
+    with pytest.raises(ConfigError, match="the task must be its name"):
+        here.add("entry", task, every=1)
+    assert here.list() == []
+
+
 @pytest.mark.parametrize("place", ["u:s3cret@127.0.0.1:1/d", "u@127.0.0.1:1/d?password=s3cret&connect_timeout=2"])
 def test_a_password_is_not_shown(place: str) -> None:
     """Drivers read it in the query of a URL as well."""
