@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 
 from .broker import Notify
@@ -61,7 +61,7 @@ from .model import (
     StateChange,
     Task,
 )
-from .results import Finality, NewResult, Result, left_nothing, parent_ended
+from .results import WAIT_EXPIRES, Finality, NewResult, Result, left_nothing, parent_ended
 from .revocations import Revocation
 from .schedules import KEEP_TICKS, Entry, Tick
 from .settings import BrokerSettings, check_name
@@ -290,10 +290,18 @@ class MemoryBroker:
                 f"the message is {len(payload)} bytes long, max_payload allows {self.settings.max_payload}"
             )
 
+    def _keep_for_waiting(self, name: str, now: int) -> None:
+        """What somebody waits for must not expire before its time to wait is over."""
+        one, until = self._store.results.get(name), now + to_ms(WAIT_EXPIRES)
+        if one is not None and one.expires_at is not None and one.expires_at < until:
+            self._store.results[name] = replace(one, expires_at=until)
+
     def _insert(self, task: NewTask, now: int, changes: Changes) -> int:
         parents = {parent: self._row(parent) for parent in task.parents}
         results = {name: self._store.results.get(name) for name in sorted(set(task.depends_on))}
         awaited = [name for name, one in results.items() if one is None or one.finality is Finality.OPEN]
+        for name in awaited:
+            self._keep_for_waiting(name, now)
         failure = self._failed_parent(task)
         waits_for = sum(parent.state not in FINAL for parent in parents.values()) + len(awaited)
         doomed = self._doomed(task)

@@ -267,6 +267,9 @@ class WaitCases(Cases):
             parent(broker, name)
         say(broker, "a", OPEN, "STARTED", expires_in=10)
         id = child(broker, "a", "b")
+        until = broker.results.get(["a"])["a"].expires_at
+        assert until is not None
+        assert until - clock.now_ms() == WAIT_EXPIRES * 1000, "a sweep that has just seen it must not take it"
         clock.advance(3 * WAIT_EXPIRES)
         assert broker.results.sweep() == 0
         assert broker.results.get(["a", "b"])["a"].status == "STARTED"
