@@ -1,7 +1,7 @@
 # Everything runs in a private environment, .venv, that is made and filled on first use and left alone afterwards.
 
 PYTHON ?= python3
-# More arguments for pytest, e.g. make test ARGS="-k lease -x"
+# More arguments for pytest, e.g. make test ARGS="-k lease -x", or for a benchmark, e.g. make bench ARGS=--quick
 ARGS ?=
 # Of the broker that Celery's suite runs on: make celery-suite URL=taskgate+postgresql://user@host/database
 URL ?= taskgate+sqlite://
@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test celery-suite lint types imports check clean
+.PHONY: help demo test celery-suite lint types imports check bench clean
 
 help: ## List what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,8 +37,11 @@ types: $(VENV)/.test ## Check types
 imports: $(VENV)/.test ## Check who imports whom
 	$(BIN)/lint-imports
 
+bench: $(VENV)/.bench ## Measure Celery's brokers side by side, into benchmark-results: ARGS="--quick", ARGS="--only redis"
+	$(BIN)/python benchmarks/compare.py $(ARGS)
+
 clean: ## Remove the environment, caches and build results
-	rm -rf $(VENV) dist .celery-suite .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) dist benchmark-results .celery-suite .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 # Each stamp is touched last, so that an interrupted step is done again.
@@ -57,4 +60,9 @@ $(VENV)/.package: pyproject.toml | $(VENV)/.created
 $(VENV)/.test: pyproject.toml | $(VENV)/.created
 	@echo "Installing the package and what its tests need"
 	@$(PIP) --editable '.[test]'
+	@touch $@ $(VENV)/.package
+
+$(VENV)/.bench: pyproject.toml | $(VENV)/.created
+	@echo "Installing the package and what its benchmarks need"
+	@$(PIP) --editable '.[bench]'
 	@touch $@ $(VENV)/.package
