@@ -5,13 +5,15 @@ PYTHON ?= python3
 ARGS ?=
 # Of the broker that Celery's suite runs on: make celery-suite URL=taskgate+postgresql://user@host/database
 URL ?= taskgate+sqlite://
+# Of the benchmarks that look at one database: make bench-micro DATABASE=sqlite:////tmp/bench.db
+DATABASE ?= postgresql://postgres@127.0.0.1:5432/test
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test celery-suite lint types imports check bench clean
+.PHONY: help demo test celery-suite lint types imports check bench bench-micro bench-depth bench-leases bench-readers clean
 
 help: ## List what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +41,18 @@ imports: $(VENV)/.test ## Check who imports whom
 
 bench: $(VENV)/.bench ## Measure Celery's brokers side by side, into benchmark-results: ARGS="--quick", ARGS="--only redis"
 	$(BIN)/python benchmarks/compare.py $(ARGS)
+
+bench-micro: $(VENV)/.bench ## Count the statements and microseconds of one task, and say where they go, on DATABASE=...
+	$(BIN)/python benchmarks/micro.py '$(DATABASE)' $(ARGS)
+
+bench-depth: $(VENV)/.bench ## Claim beside a million tasks, ready or waiting for an ETA: ARGS="--rows 100000"
+	$(BIN)/python benchmarks/depth.py '$(DATABASE)' $(ARGS)
+
+bench-leases: $(VENV)/.bench ## Renew ten thousand leases, and compare with a hundred
+	$(BIN)/python benchmarks/leases.py '$(DATABASE)' $(ARGS)
+
+bench-readers: $(VENV)/.bench ## Work beside four REPEATABLE READ readers of the table of tasks, and without (PostgreSQL)
+	$(BIN)/python benchmarks/readers.py '$(DATABASE)' $(ARGS)
 
 clean: ## Remove the environment, caches and build results
 	rm -rf $(VENV) dist benchmark-results .celery-suite .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
