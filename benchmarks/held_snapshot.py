@@ -72,7 +72,7 @@ def main() -> None:
             dead = holder.execute(
                 "SELECT n_dead_tup FROM pg_stat_user_tables WHERE relname = %s", [f"{settings.table_prefix}tasks"]
             ).fetchone()
-        tenth = len(times) // 10
+        tenth = max(2, len(times) // 10)
         first, last = times[:tenth], times[-tenth:]
         print(f"{len(times)} claims of up to {BATCH}; dead row versions at the end: {dead[0] if dead else '?'}")
         print(f"95th percentile of the last tenth is {p95(last) / p95(first):.1f} times that of the first tenth")
