@@ -8,7 +8,7 @@ is the same for all; what counts are ratios of medians. A broker that can't be r
 
 Writes ``compare.json``, ``compare.md``, and with matplotlib (the extra ``bench``) ``compare.png`` and ``compare.svg``.
 The servers are left as they were: each run has a database of its own (the user must be allowed to create some), or a
-Redis database that was empty.
+Redis database that was empty. Three rounds of everything take about half an hour, mostly for the last of the brokers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,16 @@ from report import judged, markdown
 from throwaway import bare
 
 #: So small that only the machinery is tried out, not the brokers.
-QUICK = {"tasks": 40, "trips": 5, "warm_ups": 1, "chords": 1, "chord_size": 5, "etas": 5, "idle": 0.5, "limit": 60.0}
+QUICK: dict[str, Any] = {
+    "tasks": 40,
+    "trips": 5,
+    "warm_ups": 1,
+    "chords": 1,
+    "chord_size": 5,
+    "etas": 5,
+    "idle": 0.5,
+    "limit": 60.0,
+}
 #: Rows that the database inserts one by one, alone.
 ROWS, QUICK_ROWS = 3000, 50
 #: Longest time in seconds for all parts of one broker in one round.

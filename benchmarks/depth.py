@@ -4,7 +4,8 @@
 
 Three sets of tables have a thousand ready tasks, a million of them, and a thousand beside a million with an ETA in a
 week. By turns a process of its own claims and acknowledges from each, over the broker and then as a consumer over
-kombu, whose memory is looked at. What counts are the ratios to the first set.
+kombu, whose memory is looked at. Where few are ready, it also sees how late those are that become due at once. What
+counts are the ratios to the first set; the clocks of this machine and of the database must agree.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import json
 import multiprocessing
 import statistics
 import time
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import psutil
-from filling import multiply, publish, settle
+from filling import multiply, publish, settle, task_headers
 from kombu import Connection
 from throwaway import bare, broker
 
@@ -32,6 +36,10 @@ QUEUE = "depth"
 FEW = 1000
 #: Tasks in one claim, and the consumer's prefetch window.
 BATCH = 16
+#: Tasks that become due at once.
+ETAS = 60
+#: Seconds without a message after which none is taken to be left.
+QUIET = 1.0
 
 
 def claim(settings: BrokerSettings, number: int) -> float:
@@ -52,12 +60,26 @@ def claim(settings: BrokerSettings, number: int) -> float:
     return rate
 
 
-def consume(settings: BrokerSettings, number: int) -> int:
-    """Consume so many over kombu; the memory of this process then, in bytes that it shares with no other."""
-    left = number
+def consume(settings: BrokerSettings, number: int, etas: int) -> tuple[int, list[float]]:
+    """Consume over kombu.
 
-    def took(body: object, message: Any) -> None:
+    Args:
+        settings: of the broker.
+        number: of messages that are consumed at the least.
+        etas: messages that are published, when nothing else is left, so that they become due at once; 0: none are, and
+            the others may stay.
+
+    Returns:
+        The memory of this process after ``number`` messages, in bytes that it shares with no other, and by how many
+        milliseconds those that became due were late.
+    """
+    left = number
+    late: list[float] = []
+
+    def took(body: Any, message: Any) -> None:
         nonlocal left
+        if isinstance(body, float):
+            late.append((time.time() - body) * 1000)
         message.ack()
         left -= 1
 
@@ -67,38 +89,66 @@ def consume(settings: BrokerSettings, number: int) -> int:
         with connection.Consumer(queue, callbacks=[took], prefetch_count=BATCH):
             while left > 0:
                 connection.drain_events(timeout=30)
-            return int(psutil.Process().memory_full_info().uss)
+            memory = int(psutil.Process().memory_full_info().uss)
+            if etas:
+                with suppress(TimeoutError):
+                    while True:
+                        connection.drain_events(timeout=QUIET)
+                eta = datetime.now(timezone.utc) + timedelta(seconds=2)
+                for _ in range(etas):
+                    connection.Producer().publish(eta.timestamp(), routing_key=QUEUE, headers=task_headers(eta))
+                while len(late) < etas:
+                    connection.drain_events(timeout=30)
+    return memory, late
 
 
-def turn(settings: BrokerSettings, number: int, answers: Any) -> None:
+@dataclass(frozen=True)
+class Turn:
+    """What came of one turn.
+
+    Args:
+        rate: claims per second.
+        memory: bytes of the consuming process.
+        late: milliseconds by which those with an ETA were late.
+        failed: what went wrong.
+    """
+
+    rate: float = 0.0
+    memory: int = 0
+    late: Sequence[float] = ()
+    failed: str = ""
+
+
+def turn(settings: BrokerSettings, number: int, etas: int, answers: Any) -> None:
     """One turn of one set, in a process of its own."""
     try:
-        answers.put((claim(settings, number), consume(settings, BATCH * 2), None))
+        rate = claim(settings, number)
+        answers.put(Turn(rate, *consume(settings, BATCH * 2, etas)))
     except BaseException as error:
-        answers.put((0.0, 0, f"{type(error).__name__}: {error}"))
+        answers.put(Turn(failed=f"{type(error).__name__}: {error}"))
         raise
 
 
-def take_turn(store: SqlBroker, number: int) -> tuple[float, int]:
-    """Start a process for a turn; the rate of claims, and bytes of memory.
+def take_turn(store: SqlBroker, number: int, etas: int) -> Turn:
+    """Start a process for a turn.
 
     Raises:
         RuntimeError: it failed.
     """
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    process = context.Process(target=turn, args=(store.settings, number, answers))
+    process = context.Process(target=turn, args=(store.settings, number, etas, answers))
     process.start()
-    rate, memory, failed = answers.get(timeout=600)
+    done: Turn = answers.get(timeout=600)
     process.join()
-    if failed:
-        raise RuntimeError(failed)
-    return rate, memory
+    if done.failed:
+        raise RuntimeError(done.failed)
+    return done
 
 
 def measure(url: str, rows: int, rounds: int, number: int) -> dict[str, Any]:
     """All of it; the tables are dropped afterwards."""
-    found: dict[str, list[tuple[float, int]]] = {SHALLOW: [], READY: [], WAITING: []}
+    found: dict[str, list[Turn]] = {SHALLOW: [], READY: [], WAITING: []}
     few = max(FEW, number + 100)
     with ExitStack() as stack:
         stores = {name: stack.enter_context(broker(url)) for name in found}
@@ -114,14 +164,14 @@ def measure(url: str, rows: int, rounds: int, number: int) -> dict[str, Any]:
         for count in range(rounds):
             order = list(stores) if count % 2 else list(reversed(stores))
             for name in order:
-                found[name].append(take_turn(stores[name], number))
+                found[name].append(take_turn(stores[name], number, 0 if name == READY else ETAS))
                 # As deep as before; the copies are of one that has not been claimed.
-                template = publish(stores[name], QUEUE)
-                multiply(stores[name], template, number + 2 * BATCH)
-            ratio = found[READY][-1][0] / found[SHALLOW][-1][0]
+                multiply(stores[name], publish(stores[name], QUEUE), number + 2 * BATCH if name == READY else few)
+            ratio = found[READY][-1].rate / found[SHALLOW][-1].rate
             print(f"round {count + 1}: claims beside many ready ones at {ratio:.2f} of the rate", flush=True)
-    rates = {name: statistics.median(rate for rate, _ in turns) for name, turns in found.items()}
-    memories = {name: statistics.median(memory for _, memory in turns) for name, turns in found.items()}
+    rates = {name: statistics.median(turn.rate for turn in turns) for name, turns in found.items()}
+    memories = {name: statistics.median(turn.memory for turn in turns) for name, turns in found.items()}
+    late = {name: [one for turn in found[name] for one in turn.late] for name in (SHALLOW, WAITING)}
     return {
         "rows": rows,
         "claims_per_second": rates,
@@ -129,6 +179,7 @@ def measure(url: str, rows: int, rounds: int, number: int) -> dict[str, Any]:
         "ready_rate_ratio": rates[READY] / rates[SHALLOW],
         "eta_rate_ratio": rates[WAITING] / rates[SHALLOW],
         "eta_memory_ratio": memories[WAITING] / memories[SHALLOW],
+        "late_ms": {name: {"p50": statistics.median(times), "max": max(times)} for name, times in late.items()},
     }
 
 
@@ -144,6 +195,9 @@ def main() -> None:
     print(f"{given.rows:,} ready: claims at {found['ready_rate_ratio']:.2f} of the rate with {FEW:,} (goal: 0.9)")
     print(f"{given.rows:,} waiting for an ETA: claims at {found['eta_rate_ratio']:.2f} of the rate without")
     print(f"  memory of a consuming process: {found['eta_memory_ratio']:.2f} of that without")
+    beside, without = found["late_ms"][WAITING], found["late_ms"][SHALLOW]
+    print(f"  {ETAS} that are due at once: {beside['p50']:.0f} ms late in the median, {beside['max']:.0f} ms at most")
+    print(f"  (goals: 20 and 250; without the others {without['p50']:.0f} and {without['max']:.0f})")
     if given.json:
         print(json.dumps(found))
 

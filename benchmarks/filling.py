@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import uuid
 from datetime import datetime, timedelta, timezone
+from functools import partial
 
 import sqlalchemy as sa
 from kombu import Connection, Queue
@@ -17,6 +19,12 @@ _DIGITS = 1000
 LATER = 7 * 86400
 
 
+def task_headers(eta: datetime | None = None) -> dict[str, str]:
+    """Headers of a message that is a task of Celery's: an ``eta`` of another means nothing to the transport."""
+    headers = {"task": "bench", "id": str(uuid.uuid4())}
+    return headers if eta is None else {**headers, "eta": eta.isoformat()}
+
+
 def publish(store: SqlBroker, queue: str, *, eta: bool = False) -> int:
     """Publish one message as an app does; its id.
 
@@ -25,14 +33,18 @@ def publish(store: SqlBroker, queue: str, *, eta: bool = False) -> int:
         queue: it is declared, too.
         eta: whether it is to wait for a week.
     """
-    headers = {"eta": (datetime.now(timezone.utc) + timedelta(seconds=LATER)).isoformat()} if eta else {}
+    headers = task_headers(datetime.now(timezone.utc) + timedelta(seconds=LATER) if eta else None)
     options = {"table_prefix": store.settings.table_prefix}
     with Connection(f"taskgate+{store.settings.url}", transport_options=options) as connection:
         producer = connection.Producer()
         producer.publish("x" * 500, routing_key=queue, headers=headers, declare=[Queue(queue)])
     tasks = store.tables.tasks
     newest = sa.select(sa.func.max(tasks.c.id)).where(tasks.c.queue == queue)
-    return int(store.database.read(lambda conn: conn.execute(newest).scalar_one()))
+    id = int(store.database.read(lambda conn: conn.execute(newest).scalar_one()))
+    task = store.get(id)
+    if eta != (task.run_at > task.created_at):
+        raise RuntimeError(f"a task that was published {'with an' if eta else 'without'} ETA is stored as {task}")
+    return id
 
 
 def multiply(store: SqlBroker, id: int, number: int) -> None:
@@ -57,7 +69,7 @@ def multiply(store: SqlBroker, id: int, number: int) -> None:
             f"SELECT {', '.join(f't.{name}' for name in names.split(', '))} FROM {source} "
             f"WHERE t.id = {id} AND {condition}"
         )
-        store.database.transaction(lambda conn, text=text: conn.exec_driver_sql(text))
+        store.database.transaction(partial(_run, text))
 
 
 def settle(store: SqlBroker) -> None:
@@ -66,4 +78,8 @@ def settle(store: SqlBroker) -> None:
     texts = {"postgresql": "VACUUM (ANALYZE) {}", "mysql": "ANALYZE TABLE {}", "mariadb": "ANALYZE TABLE {}"}
     if kind in texts:
         text = texts[kind].format(store.tables.tasks.name)
-        store.database.write(lambda conn: conn.exec_driver_sql(text).close())
+        store.database.write(partial(_run, text))
+
+
+def _run(text: str, conn: sa.Connection) -> None:
+    conn.exec_driver_sql(text).close()

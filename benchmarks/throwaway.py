@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import sqlalchemy as sa
@@ -42,7 +43,7 @@ def ask(url: str, *texts: str) -> Any:
     try:
         value = None
         for text in texts:
-            value = database.write(lambda conn, text=text: one(conn, text))
+            value = database.write(partial(one, text=text))
         return value
     finally:
         database.dispose()

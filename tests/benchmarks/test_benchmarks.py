@@ -131,6 +131,9 @@ def test_depth(tmp_path, sql_store_url):
     assert found["rows"] == 2100
     sets = {"shallow", "ready", "waiting for an ETA"}
     assert set(found["claims_per_second"]) == sets == set(found["memory_bytes"])
+    for late in found["late_ms"].values():
+        # Both clocks are this machine's, and an ETA is stored in whole milliseconds.
+        assert -1 <= late["p50"] <= late["max"]
     assert all(is_number(found[name]) for name in ("ready_rate_ratio", "eta_rate_ratio", "eta_memory_ratio"))
     assert_empty(sql_store_url)
 
