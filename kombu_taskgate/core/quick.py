@@ -19,7 +19,7 @@ from sqlalchemy.engine.interfaces import DBAPICursor
 T = TypeVar("T")
 
 #: Statements that are remembered; those that were executed once are forgotten first.
-MOST = 1000
+MOST = 500
 #: Called with the engine and the text of each statement that is run this way: for tests and benchmarks, which can't use
 #: SQLAlchemy's events for it.
 observers: list[Callable[[sa.Engine, str], object]] = []
@@ -262,14 +262,20 @@ class QuickConnection:
             quick.run(cursor, values)
             return quick.rows(cursor)
         except Exception as error:
-            raise self._translate(error) from error
+            known = self._translate(error)
+            if known is error:
+                raise
+            raise known from error
 
     def say(self, text: str) -> None:
         """Run a statement that has no parameters and returns nothing: BEGIN and COMMIT."""
         try:
             self._ask(text).execute(text)
         except Exception as error:
-            raise self._translate(error) from error
+            known = self._translate(error)
+            if known is error:
+                raise
+            raise known from error
 
     def _ask(self, text: str) -> Any:
         """The cursor on which this text is going to be executed."""
