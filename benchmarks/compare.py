@@ -16,11 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -65,15 +67,32 @@ def measure(candidate: Candidate, plan: Plan, folder: Path) -> dict[str, float |
             "PYTHONPATH": str(Path(__file__).resolve().parent),
         }
         command = [sys.executable, str(Path(__file__).with_name("client.py")), json.dumps(asdict(plan))]
+        code, said, complaints = run_group(command, environment, folder)
+        if code:
+            raise Missing((complaints.strip().splitlines() or [f"it ended with code {code}"])[-1])
+        return dict(json.loads(said.splitlines()[-1]))
+
+
+def run_group(command: Sequence[str], environment: dict[str, str], folder: Path) -> tuple[int, str, str]:
+    """Run a command to its end; its exit code, and what it printed to standard output and standard error.
+
+    Whatever happens, an interrupt from the keyboard too, none of the processes that it starts is left.
+
+    Raises:
+        Missing: it takes longer than :data:`LONGEST`.
+    """
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, env=environment, cwd=folder, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as process:
         try:
-            done = subprocess.run(
-                command, env=environment, cwd=folder, capture_output=True, text=True, timeout=LONGEST, check=False
-            )
+            said, complaints = process.communicate(timeout=LONGEST)
         except subprocess.TimeoutExpired:
             raise Missing(f"it took longer than {LONGEST:g} s") from None
-        if done.returncode:
-            raise Missing((done.stderr.strip().splitlines() or ["it failed"])[-1])
-        return dict(json.loads(done.stdout.splitlines()[-1]))
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        return process.returncode, said, complaints
 
 
 def medians(rounds: Sequence[dict[str, dict[str, float | None]]], names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -143,9 +162,9 @@ def main() -> None:
                 print(f"round {number + 1} of {given.rounds}: {candidate.name}", file=sys.stderr)
                 try:
                     rounds[-1][candidate.name] = measure(candidate, plan, folder)
-                except Missing as missing:
-                    left_out[f"{candidate.name}, round {number + 1}"] = str(missing)
-                    print(f"failed: {candidate.name}: {missing}", file=sys.stderr)
+                except Exception as error:  # noqa: BLE001  # one that fails must not lose what the others have done
+                    left_out[f"{candidate.name}, round {number + 1}"] = f"{type(error).__name__}: {error}"
+                    print(f"failed: {candidate.name}: {error}", file=sys.stderr)
     found: dict[str, Any] = {
         "machine": describe(versions),
         "plan": {**{key: value for key, value in asdict(plan).items() if key != "folder"}, "rounds": given.rounds},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -82,6 +81,15 @@ class Worker:
             time.sleep(every)
         return True
 
+    def kill(self) -> None:
+        """Kill it and its children."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.kill()
+        self.process.wait()
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+
     def last_words(self) -> str:
         """The end of its log."""
         return " | ".join(self.log.read_text(errors="replace").split("\n")[-8:]).strip()
@@ -102,15 +110,13 @@ def worker(name: str, pool: str, concurrency: int, folder: Path) -> Iterator[Wor
     command += ["-P", pool, "-c", str(concurrency), "-n", f"{name}@bench", "--without-gossip", "--without-mingle"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent)}
     with log.open("ab") as file:
-        process = subprocess.Popen(
-            command, env=environment, cwd=folder, stdout=file, stderr=file, start_new_session=True
-        )
+        process = subprocess.Popen(command, env=environment, cwd=folder, stdout=file, stderr=file)
+    running = Worker(process, log)
     try:
-        yield Worker(process, log)
+        yield running
     finally:
         process.terminate()
         try:
             process.wait(END_WITHIN)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            running.kill()
