@@ -291,16 +291,20 @@ class Database:
                     time.sleep(random.uniform(0, min(0.1, 0.002 * again)))
                 elif verdict is Verdict.BUSY and time.monotonic() < deadline:
                     time.sleep(random.uniform(0.001, 0.05))
-                elif verdict is Verdict.GONE and _was_connected(error) and self._may_reconnect(dead, began):
+                elif verdict is Verdict.GONE and _was_connected(error) and self._may_reconnect(error, dead, began):
                     # A pooled connection that the server has closed: nothing was committed, so use another.
                     dead += 1
                     self.on_lost()
                 else:
                     raise self._translate(error, verdict) from error
 
-    def _may_reconnect(self, dead: int, began: float) -> bool:
-        """Whether to try once more after so many dead connections: all of the pool may be, but none may take long."""
-        return not dead or (dead < self.settings.pool_size and time.monotonic() < began + self.settings.answer_timeout)
+    def _may_reconnect(self, error: BaseException, dead: int, began: float) -> bool:
+        """Whether to try once more after so many dead connections: all of the pool may be, but none may take long.
+
+        A server that lives and refuses, being full or read-only, is asked once more only.
+        """
+        in_time = time.monotonic() < began + self.settings.answer_timeout
+        return not dead or (self._is_lost(error) and dead < self.settings.pool_size and in_time)
 
     def _took_effect(self, unknown: _CommitUnknownError, confirm: Confirm[T]) -> bool | None:
         """Ask the database, with a few reconnects, whether the commit that broke took effect."""

@@ -196,3 +196,18 @@ def test_as_many_dead_connections_are_borne_as_a_pool_has(
     else:
         with pytest.raises(StoreUnavailable):
             database._repeat(attempt, None)
+
+
+@pytest.mark.postgresql
+def test_a_server_that_refuses_is_asked_once_more_only(postgresql_url: str, request: pytest.FixtureRequest) -> None:
+    store = InDatabase(postgresql_url)
+    request.addfinalizer(store.close)
+    asked: list[int] = []
+
+    def attempt() -> None:
+        asked.append(1)
+        raise sa.exc.OperationalError("", None, psycopg.errors.DiskFull("full"))
+
+    with pytest.raises(StoreUnavailable):
+        store.open(pool_size=4).database._repeat(attempt, None)
+    assert len(asked) == 2
