@@ -45,7 +45,8 @@ class BrokerSettings:
         pool_size: most connections of this process to the database, the reserved one not counted.
         pool_timeout: longest wait for one of them.
         connect_timeout: longest wait for a new connection.
-        poll_min, poll_max: how often a waiting dequeue looks: quick after work, slow when idle.
+        poll_min, poll_max: how often a waiting dequeue looks: quick after work, slow when idle. Consumers look even
+            sooner after work: after a tenth of poll_min.
         listen: tell other processes of new work, and be told, where the database can (PostgreSQL's LISTEN and NOTIFY).
         poll_listening: poll_max while that works.
         synchronous: where the client decides (a database in a file): ``FULL`` survives power loss, ``NORMAL``
